@@ -1,0 +1,1 @@
+"""Tiny random models of every transformers decoder family; see `build`."""

@@ -1,0 +1,66 @@
+"""Build the tiny models of the zoo and the inputs that run them."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from typing import Any
+
+from tests.zoo.case import Case
+from tests.zoo.configs import CASES
+from tests.zoo.tiny import VOCAB_SIZE, tiny_config
+
+NUM_TOKENS = 24
+FIRST_PLAIN_TOKEN = 10
+
+
+def find_case(case: Case | str) -> Case:
+    """The case itself, or the one of that name; ValueError with the nearest name if there is none."""
+    if isinstance(case, Case):
+        return case
+    if case not in CASES:
+        close = difflib.get_close_matches(case, CASES, n=1)
+        raise ValueError(f"no zoo case {case!r}; nearest {close or 'none'}")
+    return CASES[case]
+
+
+def config_for(case: Case | str) -> Any:
+    """A fresh tiny config of the case."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    case = find_case(case)
+    return tiny_config(CONFIG_MAPPING[case.model_type], case.overrides)
+
+
+def build(case: Case | str, *, device: str = "cpu", seed: int = 0) -> Any:
+    """A tiny random model in eval mode, float32, eager attention.
+
+    Args:
+        case: a case or its name (a model type names its first case).
+        device: "cpu" or "meta".
+        seed: seed of the random weights; the global random state is left as it was.
+    """
+    import torch
+    import transformers
+
+    case = find_case(case)
+    config = config_for(case)
+    model_class = getattr(transformers, case.model_class)
+    with torch.random.fork_rng(devices=[]), torch.device(device) if device == "meta" else contextlib.nullcontext():
+        torch.manual_seed(seed)
+        if case.model_class.startswith("AutoModel"):
+            model = model_class.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        else:
+            model = model_class._from_config(config, attn_implementation="eager", dtype=torch.float32)
+    return model.eval()
+
+
+def example_inputs(case: Case | str, *, num_tokens: int = NUM_TOKENS, seed: int = 0) -> dict[str, Any]:
+    """Text inputs for a forward pass, longer than any sliding window of the zoo: input_ids `[1, num_tokens]`."""
+    import torch
+
+    case = find_case(case)
+    generator = torch.Generator().manual_seed(seed)
+    input_ids = torch.randint(FIRST_PLAIN_TOKEN, VOCAB_SIZE, (1, num_tokens), generator=generator)
+    extra = {name: torch.randn(shape, generator=generator) for name, shape in case.extra_inputs.items()}
+    return {"input_ids": input_ids, **extra}

@@ -1,0 +1,44 @@
+"""One row of the zoo: a model type, the changes its tiny config needs and the class that builds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny random model.
+
+    Args:
+        name: key in `CASES`; the model type, plus `/variant` when a model type has several cases.
+        model_type: key of transformers' `CONFIG_MAPPING`.
+        overrides: config fields that differ from `tiny.TINY_FIELDS`; a mapping under a sub-config's name goes there.
+        model_class: name of the auto class, or of a concrete class, in `transformers`.
+        forward: whether a CPU forward pass works with what the test environment has.
+        reason: why `forward` is False.
+        image_inputs: names of image inputs that the forward pass demands even for text.
+    """
+
+    name: str
+    model_type: str
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    model_class: str = "AutoModelForCausalLM"
+    forward: bool = True
+    reason: str = ""
+    extra_inputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.forward == bool(self.reason):
+            raise ValueError(f"case {self.name!r}: give a reason exactly when forward is False")
+
+
+def text(name: str, /, **overrides: Any) -> Case:
+    """A decoder-only language model; `name` is `model_type` or `model_type/variant`."""
+    return Case(name, name.partition("/")[0], overrides)
+
+
+def image_text(name: str, /, **overrides: Any) -> Case:
+    """A multimodal wrapper of the image-text-to-text auto class."""
+    return Case(name, name.partition("/")[0], overrides, "AutoModelForImageTextToText")

@@ -1,0 +1,181 @@
+"""Shrink any transformers config class to a tiny one, field by field."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+NUM_HEADS = 4
+NUM_KV_HEADS = 2
+HEAD_DIM = 16
+VOCAB_SIZE = 96
+WINDOW = 8
+
+# A field named here is set whenever the class has it. H * head_dim = 64, KV * head_dim = 32 and hidden = 48 are all
+# different, so that a mix-up of two of them changes a shape. Classes without head_dim get hidden = 64 instead.
+TINY_FIELDS: dict[str, Any] = {
+    # sizes of the decoder
+    "vocab_size": VOCAB_SIZE,
+    "unpadded_vocab_size": VOCAB_SIZE,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size_per_layer_input": 8,
+    "hidden_size": 48,
+    "d_model": 64,
+    "n_embd": 64,
+    "embed_dim": 64,
+    "intermediate_size": 56,
+    "ffn_dim": 56,
+    "encoder_ffn_dim": 56,
+    "decoder_ffn_dim": 56,
+    "n_inner": 56,
+    "max_position_embeddings": 64,
+    "n_positions": 64,
+    "max_seq_len": 64,
+    # depth
+    "num_hidden_layers": 4,
+    "n_layer": 4,
+    "n_layers": 4,
+    "num_layers": 4,
+    "encoder_layers": 2,
+    "decoder_layers": 4,
+    # heads
+    "num_attention_heads": NUM_HEADS,
+    "n_head": NUM_HEADS,
+    "n_heads": NUM_HEADS,
+    "num_heads": NUM_HEADS,
+    "attention_heads": NUM_HEADS,
+    "encoder_attention_heads": NUM_HEADS,
+    "decoder_attention_heads": NUM_HEADS,
+    "num_key_value_heads": NUM_KV_HEADS,
+    "num_kv_heads": NUM_KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "swa_num_attention_heads": NUM_HEADS,
+    "swa_num_key_value_heads": 1,
+    "swa_head_dim": 8,
+    "global_head_dim": 24,
+    # latent attention
+    "q_lora_rank": 20,
+    "kv_lora_rank": 28,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 4,
+    "qk_head_dim": 16,
+    "v_head_dim": 10,
+    "o_lora_rank": 12,
+    "o_groups": 2,
+    "rel_extent": 32,
+    "d_rel": 6,
+    # top-k indexers
+    "index_head_dim": 8,
+    "index_n_heads": 2,
+    "index_topk": 12,
+    # windows
+    "sliding_window": WINDOW,
+    "sliding_window_size": WINDOW,
+    "attention_window_size": WINDOW,
+    "attention_chunk_size": WINDOW,
+    "local_attention": WINDOW,
+    "window_size": WINDOW,
+    # experts
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_local_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "shared_intermediate_size": 24,
+    "expert_ffn_hidden_size": 24,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "moe_num_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "router_hidden_size": 16,
+    "dense_intermediate_size": 56,
+    "ffn_hidden_size": 56,
+    "moe_shared_expert_intermediate_size": 24,
+    # linear attention and state space layers
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "mamba_d_state": 8,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+    "mamba_n_groups": 1,
+    "ssm_state_size": 8,
+    "state_size": 8,
+    "conv_kernel": 4,
+    "chunk_size": 8,
+    # token ids inside the tiny vocabulary
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    # vision and audio towers
+    "depth": 2,
+    "image_size": 16,
+    "patch_size": 8,
+    "out_hidden_size": 48,
+    "projection_dim": 48,
+}
+
+
+# Fields whose default None means "switched off"; a tiny value would switch them on.
+OPTIONAL_FIELDS = frozenset(
+    {
+        "sliding_window",
+        "unpadded_vocab_size",
+        "ffn_hidden_size",
+        "q_lora_rank",
+        "num_experts",
+        "moe_intermediate_size",
+        "n_group",
+        "topk_group",
+    }
+)
+
+
+def tiny_fields(config_class: type, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments that make `config_class` tiny; mappings in `overrides` go to the sub-config of that name."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config_class)}
+    fields = {
+        name: value
+        for name, value in TINY_FIELDS.items()
+        if name in defaults and not (name in OPTIONAL_FIELDS and defaults[name] is None)
+    }
+    if "hidden_size" in defaults and "head_dim" not in defaults:
+        fields["hidden_size"] = NUM_HEADS * HEAD_DIM
+    if "layer_types" in defaults and "num_hidden_layers" in defaults:
+        fields["num_hidden_layers"] = 6
+    if "kv_lora_rank" in defaults:
+        fields["num_key_value_heads"] = NUM_HEADS
+    sub_configs = config_class.sub_configs_defaults
+    for name, spec in sub_configs.items():
+        if name in overrides or not spec.optional:
+            fields[name] = tiny_sub_config(spec, overrides.get(name, {}))
+    return {**fields, **{name: value for name, value in overrides.items() if name not in sub_configs}}
+
+
+def tiny_sub_config(spec: Any, overrides: Mapping[str, Any] | None) -> Any:
+    """A tiny sub-config; `model_type` in `overrides` chooses the class where transformers leaves it open."""
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if overrides is None:
+        return None
+    settings = {**spec.init_kwargs, **overrides}
+    model_type = settings.pop("model_type", spec.model_type)
+    config_class = CONFIG_MAPPING[model_type] if spec.config_class is AutoConfig else spec.config_class
+    return tiny_config(config_class, settings)
+
+
+def tiny_config(config_class: type, overrides: Mapping[str, Any]) -> Any:
+    """An instance of `config_class` with tiny sizes."""
+    return config_class(**tiny_fields(config_class, overrides))
