@@ -1,0 +1,312 @@
+"""Watch a forward pass and record every attention call in it: queries, keys, values and the logits before the softmax."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+_MASKED = 5e3  # logits this far below the best one of their row are masked (masks use -1e4 or less)
+_PRODUCTS = ("BmmBackward0", "BaddbmmBackward0")
+_MATMULS = {"matmul", "bmm", "baddbmm", "einsum", "__matmul__"}
+
+
+@dataclass(eq=False)
+class AttentionEvent:
+    """One attention call; several queries and keys if the logits are a sum of several products."""
+
+    path: tuple[str, ...]
+    layer: str
+    queries: list[Tensor] = field(default_factory=list)
+    keys: list[Tensor] = field(default_factory=list)
+    value: Tensor | None = None
+    logits: Tensor | None = None  # [..., queries, keys and sinks], masked
+    mask: Tensor | None = None  # what fused attention adds to the logits
+    softmax_node: Any = None
+    visible: Tensor | None = None  # [queries, keys and sinks] booleans: some head sees it
+    num_keys: int = 0
+
+
+class Recorder(TorchFunctionMode):
+    """Records attention calls while a model runs under it, layer by layer.
+
+    A decoder layer is an element of the outermost `nn.ModuleList` on the call path. Its input is cut from the graph, so
+    that what a layer computes depends on its own parameters only, and `on_layer` gets the layer's events when it returns.
+    """
+
+    def __init__(self, model: nn.Module, on_layer: Callable[[list[AttentionEvent], list[Tensor]], None]) -> None:
+        super().__init__()
+        self._on_layer = on_layer
+        self._names: dict[int, list[str]] = {}
+        self._list_elements: set[str] = set()
+        for name, module in model.named_modules(remove_duplicate=False):
+            self._names.setdefault(id(module), []).append(name)
+            if isinstance(module, nn.ModuleList):
+                self._list_elements |= {f"{name}.{child}" if name else child for child, _ in module.named_children()}
+        self._model = model
+        self.path: list[str] = []
+        self._layer = ""
+        self._inputs: list[Tensor] = []
+        self._events: list[AttentionEvent] = []
+        self._open: list[AttentionEvent] = []
+        self.selections: set[tuple[str, ...]] = set()  # call paths on which top-k selection happened
+        self.num_softmaxes = 0
+        self.num_opaque = 0
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Record what runs inside. Hooks and patches are gone when it ends."""
+        with ExitStack() as stack:
+            for module in self._model.modules():
+                handle = module.register_forward_pre_hook(self._enter, with_kwargs=True)
+                stack.callback(handle.remove)
+                stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
+            stack.enter_context(self._watched_interface())
+            stack.enter_context(self)
+            yield
+        self._flush()
+
+    # --- where we are -------------------------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = self._names[id(module)]
+        above = f"{self.path[-1]}." if self.path and self.path[-1] else ""
+        name = next((name for name in names if name.startswith(above)), names[0])
+        self.path.append(name)
+        if self._layer or name not in self._list_elements:
+            return None
+        self._layer = name
+        return tuple(self._cut(value) for value in args), {key: self._cut(value) for key, value in kwargs.items()}
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.path and self.path[-1] in self._names[id(module)] and self.path.pop() == self._layer:
+            self._flush()
+            self._layer = ""
+
+    def _cut(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if not value.is_floating_point():
+                return value
+            leaf = value.detach().requires_grad_(True)
+            self._inputs.append(leaf)
+            return leaf.clone()  # a layer may change its input in place, which a leaf refuses
+        if type(value) in (tuple, list):
+            return type(value)(self._cut(item) for item in value)
+        return value
+
+    def _flush(self) -> None:
+        events, inputs = self._events, self._inputs
+        self._events, self._inputs = [], []
+        if events:
+            self._on_layer(events, inputs)
+
+    def _new_event(self) -> AttentionEvent:
+        event = AttentionEvent(path=tuple(self.path), layer=self._layer)
+        self._events.append(event)
+        return event
+
+    # --- what is called -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _watched_interface(self) -> Iterator[None]:
+        """Wrap what transformers' table of attention functions hands out, if transformers is loaded at all."""
+        modeling_utils = sys.modules.get("transformers.modeling_utils")
+        interface = getattr(modeling_utils, "AttentionInterface", None)
+        if interface is None:
+            yield
+            return
+        get_interface, get_item = interface.get_interface, interface.__getitem__
+        own = {name: vars(interface)[name] for name in ("get_interface", "__getitem__") if name in vars(interface)}
+
+        def watched_get_interface(table: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._wrap(get_interface(table, *args, **kwargs))
+
+        def watched_get_item(table: Any, key: str) -> Any:
+            return self._wrap(get_item(table, key))
+
+        interface.get_interface = watched_get_interface
+        interface.__getitem__ = watched_get_item
+        try:
+            yield
+        finally:
+            for name in ("get_interface", "__getitem__"):
+                if name in own:
+                    setattr(interface, name, own[name])
+                else:
+                    delattr(interface, name)
+
+    def _wrap(self, function: Any) -> Any:
+        if not callable(function) or getattr(function, "_routeguard_watched", False):
+            return function
+
+        @functools.wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            named = dict(zip(("module", "query", "key", "value", "attention_mask"), args)) | kwargs
+            query, key, value = named.get("query"), named.get("key"), named.get("value")
+            if not (isinstance(query, Tensor) and isinstance(key, Tensor)) or self._open:
+                return function(*args, **kwargs)
+            event = self._new_event()
+            event.queries, event.keys = [query], [key]
+            event.value = value if isinstance(value, Tensor) else None
+            event.num_keys = key.shape[-2]
+            self._open.append(event)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._open.pop()
+                if event.visible is None:
+                    self.num_opaque += 1
+                    window = named.get("sliding_window")
+                    event.visible = _visible_from_mask(
+                        query.shape[-2], key.shape[-2], named.get("attention_mask"), True, window
+                    )
+
+        watched._routeguard_watched = True  # type: ignore[attr-defined]
+        return watched
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        result = func(*args, **kwargs)
+        if name == "softmax":
+            logits = args[0] if args else kwargs.get("input")
+            dim = args[1] if len(args) > 1 else kwargs.get("dim")
+            if isinstance(logits, Tensor) and isinstance(dim, int):
+                self._softmax(logits, dim, result)
+        elif name == "scaled_dot_product_attention":
+            self._fused(*args, **kwargs)
+        elif name in _MATMULS and self._events:
+            self._product([item for item in args if isinstance(item, Tensor)])
+        elif name == "topk":
+            self.selections.add(tuple(self.path))
+        return result
+
+    def _fused(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **_: Any,
+    ) -> None:
+        event = self._open[-1] if self._open else self._new_event()
+        if not event.queries:
+            event.queries, event.keys, event.value = [query], [key], value
+            event.num_keys = key.shape[-2]
+        event.mask = attn_mask
+        event.visible = _visible_from_mask(query.shape[-2], key.shape[-2], attn_mask, is_causal, None)
+
+    def _softmax(self, logits: Tensor, dim: int, result: Tensor) -> None:
+        self.num_softmaxes += 1
+        if logits.dim() < 2 or logits.grad_fn is None:
+            return
+        rows = logits.movedim(dim, -1)
+        if self._open:
+            event = self._open[-1]
+            if event.visible is not None:
+                return
+        else:
+            products = _products(logits)
+            if not products:
+                return
+            event = self._new_event()
+            for first, second in products:
+                query, key = _orient(rows, first, second)
+                event.queries.append(query)
+                event.keys.append(key)
+                event.num_keys = max(event.num_keys, key.shape[-1] if key is second else key.shape[-2])
+        event.logits, event.softmax_node = rows, result.grad_fn
+        event.visible = _visible_from_logits(rows.detach())
+
+    def _product(self, operands: list[Tensor]) -> None:
+        """The other factor of a product with attention probabilities is the values."""
+        waiting = {event.softmax_node: event for event in self._events if event.softmax_node and event.value is None}
+        if not waiting or len(operands) < 2:
+            return
+        for operand, other in ((operands[-2], operands[-1]), (operands[-1], operands[-2])):
+            for node in _walk(operand.grad_fn, limit=12, stop=_PRODUCTS):
+                if node in waiting:
+                    waiting[node].value = other
+                    return
+
+
+def _walk(node: Any, *, limit: int, stop: tuple[str, ...] = ()) -> Iterator[Any]:
+    """Nodes of the autograd graph behind `node`, nearest first, at most `limit`, not past those named in `stop`."""
+    queue: list[Any] = [node]
+    seen: set[Any] = set()
+    while queue and len(seen) < limit:
+        node = queue.pop(0)
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if node.name() not in stop:
+            queue.extend(following for following, _ in node.next_functions)
+
+
+def _products(logits: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The batched products of two activations that `logits` are a sum of, as (left, right) factors."""
+    found = []
+    for node in _walk(logits.grad_fn, limit=60, stop=(*_PRODUCTS, "MmBackward0", "AddmmBackward0")):
+        if node.name() == "BmmBackward0":
+            factors = node._saved_self, node._saved_mat2
+        elif node.name() == "BaddbmmBackward0":
+            factors = node._saved_batch1, node._saved_batch2
+        else:
+            continue
+        if all(isinstance(factor, Tensor) and factor.requires_grad and not _is_parameter(factor) for factor in factors):
+            found.append(factors)
+    return found
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    """Whether `tensor` is a parameter or a view of one, rather than something computed from the input."""
+    node: Any = tensor.grad_fn
+    while node is not None and len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+    return node is None or (node.name().endswith("AccumulateGrad") and isinstance(node.variable, nn.Parameter))
+
+
+def _orient(rows: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of the factors `first` [b, m, d] and `second` [b, d, n] is the query: one row of logits needs one query only."""
+    row = rows.select(-2, rows.shape[-2] - 1)
+    at_first, at_second = torch.autograd.grad(
+        row, (first, second), torch.ones_like(row), retain_graph=True, allow_unused=True
+    )
+    num_first = 0 if at_first is None else int((at_first != 0).any(dim=-1).any(dim=0).sum())
+    num_second = 0 if at_second is None else int((at_second != 0).any(dim=-2).any(dim=0).sum())
+    return (first, second) if num_first <= num_second else (second, first)
+
+
+def _visible_from_logits(rows: Tensor) -> Tensor:
+    """Which key positions some head of each query can see: [..., queries, keys] logits to [queries, keys] booleans."""
+    best = rows.amax(dim=-1, keepdim=True)
+    seen = (rows > best - _MASKED) & (best > -_MASKED)
+    return seen.reshape(-1, *seen.shape[-2:]).any(dim=0)
+
+
+def _visible_from_mask(queries: int, keys: int, mask: Any, is_causal: bool, window: Any) -> Tensor:
+    seen = torch.ones(queries, keys, dtype=torch.bool)
+    if isinstance(mask, Tensor) and mask.dim() >= 2 and mask.shape[-1] == keys and mask.shape[-2] in (1, queries):
+        allowed = mask.detach().cpu() if mask.dtype == torch.bool else _visible_from_additive(mask.detach().cpu())
+        seen &= allowed.reshape(-1, *allowed.shape[-2:]).any(dim=0)
+    elif is_causal:
+        seen = seen.tril(keys - queries)
+    if isinstance(window, int) and not isinstance(mask, Tensor):
+        seen = seen.triu(keys - queries - window + 1)
+    return seen
+
+
+def _visible_from_additive(mask: Tensor) -> Tensor:
+    return mask > -_MASKED

@@ -1,0 +1,94 @@
+"""The tokens that a probe runs a model on."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from routeguard.routes._sandbox import config_of, windows_of
+
+SLACK_TOKENS = 4
+_MAX_PROBE_TOKENS = 256
+
+
+def probe_inputs(
+    model: nn.Module,
+    *,
+    input_ids: Tensor | None,
+    num_tokens: int,
+    seed: int,
+    extra_inputs: Mapping[str, Any] | None,
+    notes: list[str],
+) -> dict[str, Any]:
+    """Forward arguments: `input_ids` if given, else random [1, tokens] that outgrow the configured windows.
+
+    Remarks go to `notes`. Raises ValueError for less than 8 tokens and for a model without a vocabulary to draw from.
+    """
+    if input_ids is None:
+        input_ids = _random_ids(model, _choose_length(model, num_tokens, notes), seed)
+    if input_ids.dim() != 2 or input_ids.shape[1] < 8:
+        raise ValueError(
+            f"a probe of shape {tuple(input_ids.shape)} cannot tell a window from full attention; use [1, tokens] with "
+            "at least 8 tokens (num_tokens=24 is the default)"
+        )
+    return {"input_ids": input_ids, **(extra_inputs or {})}
+
+
+def longest_window(inputs: Mapping[str, Any]) -> int:
+    """The longest attention window, in tokens, that shows in a pass on `inputs`."""
+    return max(int(inputs["input_ids"].shape[-1]) - 2 * SLACK_TOKENS, 1)
+
+
+def run_model(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """One forward pass on `inputs`, without a key-value cache where the model has the switch."""
+    parameters = inspect.signature(model.forward).parameters
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    switch = {"use_cache": False} if "use_cache" in parameters or open_ended else {}
+    if "input_ids" in parameters or open_ended:
+        model(**inputs, **switch)
+    else:
+        model(*inputs.values(), **switch)
+
+
+def _choose_length(model: nn.Module, num_tokens: int, notes: list[str]) -> int:
+    config = config_of(model)
+    if config is None:
+        return num_tokens
+    sizes = [size + 2 * SLACK_TOKENS for size in windows_of(config).values()]
+    length = max([num_tokens, *(size for size in sizes if size <= _MAX_PROBE_TOKENS)])
+    longer = {name: size for name, size in windows_of(config).items() if size + 2 * SLACK_TOKENS > length}
+    if longer:
+        stated = ", ".join(f"{name}={size}" for name, size in longer.items())
+        notes.append(
+            f"{stated} shortened for the pass of {length} tokens, so that a window shows; reach_tokens follows it"
+        )
+    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "n_ctx"))
+    return min([length, *(limit for limit in limits if isinstance(limit, int) and limit > 0)])
+
+
+def _random_ids(model: nn.Module, num_tokens: int, seed: int) -> Tensor:
+    config = config_of(model)
+    vocabulary = getattr(config, "vocab_size", None)
+    if not isinstance(vocabulary, int):
+        sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+        vocabulary = max(sizes, default=0)
+    top = getattr(model, "config", None)
+    special = {
+        value
+        for source in (config, top)
+        if hasattr(source, "__dict__")
+        for name, value in vars(source).items()
+        if isinstance(value, int) and re.search(r"token_(id|index)$|^(pad|bos|eos)", name)
+    }
+    allowed = [token for token in range(min(vocabulary, 50_000)) if token not in special]
+    if len(allowed) < 2:
+        raise ValueError(f"cannot draw random tokens: vocabulary of {vocabulary}; pass input_ids of shape [1, tokens]")
+    generator = torch.Generator().manual_seed(seed)
+    picks = torch.randint(len(allowed), (1, num_tokens), generator=generator)
+    device = next(model.parameters()).device
+    return torch.tensor(allowed)[picks].to(device)
