@@ -52,7 +52,7 @@ def build(case: Case | str, *, device: str = "cpu", seed: int = 0) -> Any:
             model = model_class.from_config(config, attn_implementation="eager", dtype=torch.float32)
         else:
             model = model_class._from_config(config, attn_implementation="eager", dtype=torch.float32)
-    return model.eval()
+    return model.to(device).eval()  # a few classes make parameters that ignore the meta device
 
 
 def example_inputs(case: Case | str, *, num_tokens: int = NUM_TOKENS, seed: int = 0) -> dict[str, Any]:

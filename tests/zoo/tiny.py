@@ -118,12 +118,35 @@ TINY_FIELDS: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "decoder_start_token_id": 1,
-    # vision and audio towers
+    # vision and audio towers and their projectors
     "depth": 2,
     "image_size": 16,
     "patch_size": 8,
     "out_hidden_size": 48,
     "projection_dim": 48,
+    "text_hidden_size": 48,
+    "adapter_in_dim": 64,
+    "adapter_out_dim": 48,
+    "adapter_input_size": 64,
+    "output_dim": 48,
+    "mlp_dim": 56,
+    "output_channels": 8,
+    "vision_output_dim": 64,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 1],
+    "global_attn_indexes": [1],
+    "projector_hidden_size": 32,
+    "projection_hidden_dim": 32,
+    "projection_intermediate_size": 32,
+    "alignment_intermediate_size": 32,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+    "downsample_hidden_size": 8,
+    "encoder_hidden_size": 64,
+    "hidden_dim": 32,
+    "dim_head": 8,
+    "num_filters": 2,
+    "layers": 4,
 }
 
 
@@ -170,7 +193,7 @@ def tiny_sub_config(spec: Any, overrides: Mapping[str, Any] | None) -> Any:
 
     if overrides is None:
         return None
-    settings = {**spec.init_kwargs, **overrides}
+    settings = {**{k: v for k, v in spec.init_kwargs.items() if k not in TINY_FIELDS}, **overrides}
     model_type = settings.pop("model_type", spec.model_type)
     config_class = CONFIG_MAPPING[model_type] if spec.config_class is AutoConfig else spec.config_class
     return tiny_config(config_class, settings)
