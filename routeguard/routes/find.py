@@ -1,0 +1,83 @@
+"""`find_routes`: the one entry point to where routing lives, for a model in memory or a checkpoint on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from routeguard.routes.collection import ROUTING_ROLES, Role, Routes
+from routeguard.routes.resolve import resolve, warn_if_pure_softmax
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def find_routes(
+    model: nn.Module | str | PathLike[str],
+    *,
+    layers: Iterable[int] | None = None,
+    roles: Iterable[Role] = ROUTING_ROLES,
+    norms: bool = False,
+    shared: bool = False,
+    probe: bool = False,
+) -> Routes:
+    """Find the query and key rows of the full-attention layers.
+
+    Args:
+        model: an `nn.Module` (PEFT-wrapped, compiled, FSDP-renamed or multimodal as well; the meta device is fine), or
+            the path of a checkpoint folder with `config.json` and safetensors. A path is read without torch, and
+            the names are those on disk.
+        layers: narrow to these decoder layer indices (a ranking's first k, for instance). Default: all full ones.
+        roles: "query", "key", and for ablations "value" and "output". Default: query and key.
+        norms: also the gains of query and key norms, and other vectors that shape the logits. Default: no.
+        shared: also rows that feed the values too (MLA latents, tied keys and values). Default: only pure rows.
+        probe: find the rows by the autograd probe (a forward and backward pass over a few random tokens) instead of
+            the table; for classes that the table does not know. Needs a model in memory with real weights.
+
+    Returns:
+        `Routes`: immutable, printable (`print(find_routes(model))`), JSON-serialisable.
+
+    Raises:
+        ValueError: nothing to guard (no full-attention layer, encoder, SSM only), a layer out of range, or a model that
+            the table does not describe; the message says what was found and what to do.
+    """
+    options: dict[str, Any] = {"roles": roles, "norms": norms, "shared": shared, "layers": layers}
+    if isinstance(model, (str, PathLike)):
+        if probe:
+            raise ValueError("probe=True needs a model in memory; load the checkpoint first")
+        routes = _find_on_disk(Path(model), options)
+    elif probe:
+        from routeguard.routes.verify import routes_from_probe
+
+        routes = routes_from_probe(model, **options)
+    else:
+        routes = _find_in_memory(model, options)
+    if layers is None:
+        warn_if_pure_softmax(routes)
+    return routes
+
+
+def _find_on_disk(path: Path, options: dict[str, Any]) -> Routes:
+    from routeguard.routes.on_disk import checkpoint_config, checkpoint_tensors
+
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a folder with a checkpoint (config.json and safetensors)")
+    return resolve(checkpoint_config(path), checkpoint_tensors(path), **options)
+
+
+def _find_in_memory(model: nn.Module, options: dict[str, Any]) -> Routes:
+    from routeguard.routes.in_memory import model_config, model_tensors
+
+    routes = resolve(model_config(model), model_tensors(model), **options)
+    return replace(routes, num_model_parameters=_num_parameters(model, routes.num_model_parameters))
+
+
+def _num_parameters(model: nn.Module, logical: int) -> int:
+    """Tied parameters count once; packed and sharded ones by their logical size, which `resolve` has summed."""
+    seen = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    total = sum(seen.values())
+    duplicated = sum(p.numel() for _, p in model.named_parameters(remove_duplicate=False)) - total
+    return logical - duplicated

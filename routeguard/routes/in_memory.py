@@ -1,0 +1,102 @@
+"""Describe an `nn.Module` to `resolve`: its config as a dict, its parameters as names, logical shapes and dtypes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+
+from routeguard.routes.layouts import TensorInfo
+from routeguard.routes.names import canonical_name
+
+# Parameters that adapters add inside a wrapped layer; the base parameter stays the route.
+_ADAPTER = re.compile(
+    r"\.(lora_|ia3_|vera_|hada_|lokr_|oft_|boft_|fourierft|randlora_|adapter_|hra_|ln_tuning|prompt_|bone_|miss_|shira_|c3a_)"
+)
+
+
+def model_config(model: nn.Module) -> dict[str, Any]:
+    """The config of a Hugging Face model (possibly wrapped) as a plain dict with normalised layer types.
+
+    Raises ValueError when no module carries a config.
+    """
+    config = next(
+        (module.config for module in _unwrapped(model) if hasattr(getattr(module, "config", None), "to_dict")), None
+    )
+    if config is None:
+        raise ValueError(
+            f"{type(model).__name__} has no Hugging Face config, so its layers cannot be told apart; "
+            "pass the transformers model (wrapped is fine), or protect parameters by hand with routeguard.protect"
+        )
+    data: dict[str, Any] = config.to_dict()
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    section = text.to_dict()
+    for key in ("layer_types", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"):
+        value = _safe_getattr(text, key)
+        if value is not None:
+            section.setdefault(key, list(value) if isinstance(value, (list, tuple)) else value)
+    section["layer_types"] = _safe_getattr(text, "layer_types") or section.get("layer_types")
+    if text is config:
+        return section
+    return {**{k: v for k, v in data.items() if not isinstance(v, dict)}, "text_config": section}
+
+
+def model_tensors(model: nn.Module) -> dict[str, TensorInfo]:
+    """Canonical name to `TensorInfo` of every base parameter, once for each name that it is tied to.
+
+    Shapes are logical: the whole tensor for DTensor and ZeRO-3 shards, unpacked for 4-bit weights.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    tensors: dict[str, TensorInfo] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if _ADAPTER.search(name):
+            continue
+        owner, _, local = name.rpartition(".")
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        if local == "weight" and _is_packed(parameter):
+            module: Any = modules[owner]
+            shape = (int(module.out_features), int(module.in_features))
+        info = TensorInfo(first_names[id(parameter)], shape, str(parameter.dtype).removeprefix("torch."))
+        canonical = canonical_name(name)
+        if canonical not in tensors or "modules_to_save" in name:
+            tensors[canonical] = info
+    return tensors
+
+
+def is_quantised(parameter: nn.Parameter) -> bool:
+    """True for weights stored in integers (bitsandbytes and the like), which cannot be trained or restored in place."""
+    return not (parameter.dtype.is_floating_point or parameter.dtype.is_complex)
+
+
+def _is_packed(parameter: nn.Parameter) -> bool:
+    return is_quantised(parameter) and parameter.ndim == 2 and 1 in parameter.shape
+
+
+def _unwrapped(model: nn.Module) -> list[nn.Module]:
+    """The model and what it wraps, outermost last, so that the innermost config-bearing module wins."""
+    chain: list[nn.Module] = []
+    current: Any = model
+    while isinstance(current, nn.Module):
+        chain.append(current)
+        current = next(
+            (
+                inner
+                for attribute in ("module", "_orig_mod", "base_model", "_fsdp_wrapped_module")
+                for inner in [current._modules.get(attribute)]
+                if isinstance(inner, nn.Module) and attribute in current._modules
+            ),
+            None,
+        )
+        if current is chain[0]:
+            break
+    peft_base = getattr(chain[0], "get_base_model", None)
+    return [peft_base(), *chain] if callable(peft_base) else chain
+
+
+def _safe_getattr(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except Exception:  # transformers refuses a global read of values that differ by layer
+        return None

@@ -1,0 +1,203 @@
+"""The one table of architectures. Everything that needs to know where routing lives reads it through `resolve`.
+
+A model type without a row of its own is read by `DEFAULT`: layer kinds from the config, separate q/k projections
+(with the gate rule) or latent attention, half-split rotary embedding. A row says only what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from routeguard.routes.collection import Pairing
+from routeguard.routes.config import Config, rope_parameters
+from routeguard.routes.layer_kinds import KIND_OF_LABEL
+from routeguard.routes.layouts import LAYOUTS, Layout
+
+PositionRule = Callable[[Config, int], bool]  # does this layer rotate its queries and keys?
+
+
+def _always(config: Config, layer: int) -> bool:
+    return True
+
+
+def _never(config: Config, layer: int) -> bool:
+    return False
+
+
+def _no_rope_list(config: Config, layer: int) -> bool:
+    """`no_rope_layers[i]` is 1 where layer i does rotate (llama4, smollm3)."""
+    layers = config.get("no_rope_layers")
+    return bool(layers[layer]) if layers else bool((layer + 1) % int(config.get("no_rope_layer_interval") or 4))
+
+
+def _if_alibi_absent(config: Config, layer: int) -> bool:
+    return not config.get("alibi")
+
+
+def _position_type(config: Config, layer: int) -> bool:
+    return config.get("position_embedding_type") == "rope"
+
+
+def _memory_rope(config: Config, layer: int) -> bool:
+    return bool(config.get("use_mem_rope"))
+
+
+def _rope_if_configured(config: Config, layer: int) -> bool:
+    return bool(rope_parameters(config).get("rope_theta"))
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One row of the table.
+
+    Attributes:
+        model_types: `config.model_type` values of the text decoder (or of the wrapper) that the row describes.
+        layout: name of a function in `layouts.LAYOUTS`, or such a function.
+        kinds: optional function from the text config to one kind per layer, instead of `layer_kinds`.
+        position: whether a layer rotates queries and keys.
+        pairing: "half" or "interleaved".
+        tied: full layers without tensors of their own use those of an earlier one.
+        stacks: containers of decoder layers, in order, for models with several stacks; () finds the only one.
+        obstacle: why the weights' product is not the logit, if the layout does not say it.
+        note: one line for the summary and the docs.
+    """
+
+    model_types: tuple[str, ...]
+    layout: str | Layout = "automatic"
+    kinds: Callable[[Config], tuple[str, ...]] | None = None
+    position: PositionRule = _always
+    pairing: Pairing = "half"
+    tied: bool = False
+    stacks: tuple[str, ...] = ()
+    obstacle: str | None = None
+    note: str = ""
+
+    def read(self) -> Layout:
+        return LAYOUTS[self.layout] if isinstance(self.layout, str) else self.layout
+
+
+DEFAULT = Architecture(model_types=())
+
+_ENCODERS = frozenset(
+    """albert bert camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie esm flaubert funnel
+    ibert layoutlm longformer luke megatron-bert mobilebert modernbert mpnet mra nystromformer rembert roberta
+    roberta-prelayernorm roc_bert roformer squeezebert xlm xlm-roberta xlm-roberta-xl xlnet xmod yoso""".split()
+)
+
+
+def _hypenet_kinds(config: Config) -> tuple[str, ...]:
+    return tuple(KIND_OF_LABEL[label] for label in config["mixer_types"])
+
+
+_ROWS: tuple[Architecture, ...] = (
+    # -- hybrids -------------------------------------------------------------------------------------------------
+    Architecture(
+        ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "qwen4_exp_text"),
+        layout="separate",
+        note="q_proj holds an output gate beside each head's query rows; only the query rows are routing",
+    ),
+    Architecture(("kimi_linear",), layout="latent", position=_never, note="MLA without rotary embedding"),
+    Architecture(("bailing_hybrid", "glm5_next", "glm5_next_text"), layout="latent"),
+    Architecture(("olmo_hybrid",), layout="separate", position=_rope_if_configured),
+    Architecture(("lara_mini",), layout="separate", position=_never),
+    Architecture(("minimax",), layout="separate", note="a set sliding_window narrows every softmax layer"),
+    Architecture(("bamba",), layout="separate"),
+    Architecture(("granitemoehybrid",), layout="separate", position=_position_type),
+    Architecture(("jamba", "nemotron_h"), layout="separate", position=_never),
+    Architecture(("falcon_h1", "lfm2", "lfm2_moe", "lfm3"), layout="separate"),
+    Architecture(("zamba",), layout="separate", position=_never, tied=True, note="one shared attention block"),
+    Architecture(("zamba2",), layout="zamba2", position=_memory_rope, tied=True, note="shared blocks, per-use adapters"),
+    Architecture(("zaya",), layout="zaya"),
+    Architecture(
+        ("inkling_text", "inkling2_text", "inkling2_loop_text", "inkling_mm_model", "inkling2", "inkling2_loop"),
+        layout="inkling",
+        position=_never,
+    ),
+    Architecture(
+        ("hypenet",), layout="separate", kinds=_hypenet_kinds, position=_never,
+        note="remote code; attn_logits_scaling changes inference",
+    ),
+    Architecture(("jet_nemotron",), layout="separate", note="remote code; q and k carry biases"),
+    # -- several stacks, or odd containers -----------------------------------------------------------------------
+    Architecture(("hrm_text",), layout="separate", stacks=("L_module.layers", "H_module.layers")),
+    # -- fused projections ---------------------------------------------------------------------------------------
+    Architecture(("phi3", "phi4_multimodal"), layout="fused_blocks"),
+    Architecture(("mpt", "dbrx"), layout="fused_blocks"),
+    Architecture(("falcon",), layout="falcon", position=_if_alibi_absent),
+    Architecture(("gpt_bigcode",), layout="gpt_bigcode", position=_never),
+    Architecture(("gpt2", "gpt-sw3", "openai-gpt"), layout="fused_columns", position=_never),
+    Architecture(("gpt_neox", "gpt_neox_japanese", "persimmon"), layout="fused_per_head"),
+    Architecture(("bloom",), layout="fused_per_head", position=_never),
+    Architecture(("codegen",), layout="codegen", pairing="interleaved"),
+    # -- rows of their own ---------------------------------------------------------------------------------------
+    Architecture(("jetmoe",), layout="jetmoe"),
+    Architecture(("doge",), layout="doge", note="values build the attention mask"),
+    Architecture(("deepseek_v4",), layout="compressed", note="keys are the values: only query rows are pure"),
+    Architecture(("dory",), layout="dory"),
+    Architecture(
+        ("muse_glimmer", "muse_glimmer_text", "muse_spark", "muse_spark_text"), layout="gated_fused"
+    ),
+    # -- plain projections, position embeddings that differ ------------------------------------------------------
+    Architecture(("gptj",), layout="separate", pairing="interleaved"),
+    Architecture(
+        ("cohere", "cohere2", "glm", "glm4", "ernie4_5", "ernie4_5_moe", "helium"), layout="separate", pairing="interleaved"
+    ),
+    Architecture(("llama4", "llama4_text"), layout="separate", pairing="interleaved", position=_no_rope_list),
+    Architecture(("smollm3",), layout="separate", position=_no_rope_list),
+    Architecture(("gpt_neo", "opt", "biogpt", "xglm", "ctrl"), layout="separate", position=_never),
+)  # fmt: skip
+
+_BY_TYPE: dict[str, Architecture] = {name: row for row in _ROWS for name in row.model_types}
+
+
+def architecture_of(model_type: str, outer_model_type: str = "") -> tuple[Architecture, bool]:
+    """The row for a model type and whether it (or its wrapper) has one of its own."""
+    for name in (model_type, outer_model_type):
+        if name in _BY_TYPE:
+            return _BY_TYPE[name], True
+    return DEFAULT, False
+
+
+def register_architecture(architecture: Architecture) -> None:
+    """Add a row to the table (or replace one) for this process.
+
+    Args:
+        architecture: the row; `layout` names one of `layouts.LAYOUTS` or is a function from a `Block` to a `Found`.
+
+    Raises:
+        ValueError: no model type given, or a layout name that does not exist.
+    """
+    if not architecture.model_types:
+        raise ValueError("an architecture needs at least one model type (the config's model_type)")
+    if isinstance(architecture.layout, str) and architecture.layout not in LAYOUTS:
+        close = get_close_matches(architecture.layout, LAYOUTS, n=1)
+        hint = f"; closest {close[0]!r}" if close else ""
+        raise ValueError(f"layout {architecture.layout!r} does not exist{hint}; layouts: {', '.join(LAYOUTS)}")
+    for name in architecture.model_types:
+        _BY_TYPE[name] = architecture
+
+
+def unregister_architecture(model_type: str) -> None:
+    """Take a registered row out again; the built-in row, if any, comes back."""
+    _BY_TYPE.pop(model_type, None)
+    for row in _ROWS:
+        if model_type in row.model_types:
+            _BY_TYPE[model_type] = row
+
+
+def architectures() -> tuple[Architecture, ...]:
+    """All rows, built-in and registered, each once, with the model types that it currently serves."""
+    rows: dict[int, Architecture] = {}
+    for row in _BY_TYPE.values():
+        rows.setdefault(id(row), row)
+    return tuple(
+        replace(row, model_types=tuple(name for name in row.model_types if _BY_TYPE.get(name) is row))
+        for row in rows.values()
+    )
+
+
+def is_encoder(config: Config) -> bool:
+    """A bidirectional encoder: nothing to guard. (The same type with `is_decoder` is a decoder.)"""
+    return str(config.get("model_type")) in _ENCODERS and not config.get("is_decoder")
