@@ -1,0 +1,193 @@
+"""From routes to the parameters of a concrete model that training could move.
+
+In full fine-tuning those are the routed parameters themselves. Under PEFT the base is frozen and what moves is the
+adapter on it: LoRA's A and B (rows of a route are rows of B), DoRA's magnitude, or another method's tensors as a whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from routeguard.routes.collection import Kind, Role, Route, Routes, Rows, merge_rows
+from routeguard.routes.in_memory import is_quantised
+from routeguard.routes.names import canonical_name
+
+Part = Literal["base", "lora_A", "lora_B", "magnitude", "adapter"]
+
+# Initialisations after which B is zero, so that a fresh adapter changes nothing.
+ZERO_B_INITS = (True, "gaussian", "eva")
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A parameter (or some of its rows) through which training could move a route.
+
+    Attributes:
+        name: name in `named_parameters()`.
+        parameter: the parameter itself.
+        rows: ranges along `dim`, or None for the whole parameter.
+        part: what it is: the routed parameter itself ("base") or a piece of an adapter on it.
+        routes: the routes that it carries.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    rows: Rows | None
+    dim: int
+    part: Part
+    routes: tuple[Route, ...]
+
+    @property
+    def canonical(self) -> str:
+        return canonical_name(self.name)
+
+    @property
+    def trainable(self) -> bool:
+        return self.parameter.requires_grad
+
+    @property
+    def num_elements(self) -> int:
+        if self.rows is None:
+            return self.parameter.numel()
+        return self.parameter.numel() // self.parameter.shape[self.dim] * sum(b - a for a, b in self.rows)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.parameter.element_size()
+
+
+@dataclass(frozen=True, eq=False)
+class LoraPair:
+    """The factors of one LoRA adapter on a routed weight: ΔW = scale · B · A, rows of B being rows of W."""
+
+    routes: tuple[Route, ...]
+    rows: Rows | None
+    a: nn.Parameter
+    b: nn.Parameter
+    scale: float
+    base: nn.Parameter
+    adapter: str
+    zero_start: bool
+
+
+def held_parameters(model: nn.Module, routes: Routes) -> list[Held]:
+    """Every parameter through which training could move the routes, each once, base parameters first.
+
+    Base parameters that an adapter wraps are listed only if they are trainable themselves. Raises ValueError when rows of
+    a tensor would have to be held inside an adapter that mixes rows (anything but LoRA).
+    """
+    parameters = dict(model.named_parameters())
+    held: list[Held] = []
+    for name, members in _by_parameter(routes).items():
+        parameter = parameters[name]
+        rows = routes.rows_of(name)
+        owner, layer = _adapter_owner(model, name)
+        if layer is None or parameter.requires_grad:
+            held.append(Held(name, parameter, rows, members[0].dim, "base", members))
+        if layer is not None:
+            held += _adapter_parameters(owner, layer, rows, members, parameters)
+    return held
+
+
+def lora_pairs(model: nn.Module, routes: Routes) -> list[LoraPair]:
+    """The LoRA factors on routed weights, for measuring and pulling ΔW without forming it."""
+    pairs = []
+    for name, members in _by_parameter(routes).items():
+        _, layer = _adapter_owner(model, name)
+        if layer is None or not hasattr(layer, "lora_A") or not name.endswith("weight"):
+            continue
+        for adapter in layer.lora_A:
+            pairs.append(
+                LoraPair(
+                    routes=members,
+                    rows=routes.rows_of(name),
+                    a=layer.lora_A[adapter].weight,
+                    b=layer.lora_B[adapter].weight,
+                    scale=float(layer.scaling[adapter]),
+                    base=layer.get_base_layer().weight,
+                    adapter=adapter,
+                    zero_start=starts_at_zero(model, adapter),
+                )
+            )
+    return pairs
+
+
+def starts_at_zero(model: nn.Module, adapter: str) -> bool:
+    """Whether the adapter's initialisation leaves B at zero (PiSSA, OLoRA, LoftQ … do not)."""
+    config = peft_configs(model).get(adapter)
+    return config is None or getattr(config, "init_lora_weights", True) in ZERO_B_INITS
+
+
+def peft_configs(model: nn.Module) -> dict[str, Any]:
+    """Adapter name to PEFT config, empty for a model without adapters."""
+    for module in (model, getattr(model, "module", None), getattr(model, "_orig_mod", None)):
+        configs = getattr(module, "peft_config", None)
+        if isinstance(configs, dict):
+            return configs
+    return {}
+
+
+def quantised_routes(model: nn.Module, routes: Routes) -> list[str]:
+    """Names of routed parameters that are stored quantised."""
+    parameters = dict(model.named_parameters())
+    return [name for name in routes.parameters if is_quantised(parameters[name])]
+
+
+def _by_parameter(routes: Routes) -> dict[str, tuple[Route, ...]]:
+    members: dict[str, list[Route]] = {}
+    for route in routes:
+        members.setdefault(route.parameter, []).append(route)
+    return {name: tuple(group) for name, group in members.items()}
+
+
+def _adapter_owner(model: nn.Module, name: str) -> tuple[str, Any]:
+    """The PEFT layer around a base parameter: (its name, the layer), or ("", None)."""
+    marker = ".base_layer."
+    if marker not in name:
+        return "", None
+    owner = name[: name.index(marker)]
+    return owner, model.get_submodule(owner)
+
+
+def _adapter_parameters(
+    owner: str, layer: nn.Module, rows: Rows | None, members: tuple[Route, ...], parameters: dict[str, nn.Parameter]
+) -> list[Held]:
+    held = []
+    weight_routes = members[0].kind != "bias"
+    for local, _ in layer.named_parameters():
+        if ".base_layer." in f".{local}":
+            continue
+        parameter = parameters.get(f"{owner}.{local}")
+        if parameter is None or not weight_routes:
+            continue  # a bias of the base layer has no adapter of its own
+        part, dim = _part(local, layer)
+        if part == "adapter" and rows is not None:
+            raise ValueError(
+                f"{owner} holds routing rows {merge_rows(rows)[:2]} beside other rows, and its adapter ({local.split('.')[0]}) "
+                "mixes rows; use LoRA there, or leave this module without an adapter"
+            )
+        held.append(Held(f"{owner}.{local}", parameter, None if part == "lora_A" else rows, dim, part, members))
+    return held
+
+
+def _part(local: str, layer: nn.Module) -> tuple[Part, int]:
+    head = local.split(".")[0]
+    if head == "lora_A":
+        return "lora_A", 0
+    if head == "lora_B":
+        return "lora_B", 0
+    if head == "lora_magnitude_vector":
+        return "magnitude", 0
+    return "adapter", 0
+
+
+def roles_of(held: Held) -> tuple[Role, ...]:
+    """The roles that a held parameter carries, once each."""
+    return tuple(dict.fromkeys(route.role for route in held.routes))
+
+
+def kinds_of(held: Held) -> tuple[Kind, ...]:
+    return tuple(dict.fromkeys(route.kind for route in held.routes))

@@ -1,0 +1,138 @@
+"""What training may do to routing, and how it is put back: small value objects, and the strings that stand for them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Freeze:
+    """Routing does not move: whole tensors lose their gradient, row ranges get zero gradient and are copied back."""
+
+    name = "freeze"
+
+
+@dataclass(frozen=True)
+class LowLR:
+    """Routing learns at `scale` times the learning rate of the other parameters.
+
+    Args:
+        scale: between 0 and 1, exclusive. Default 0.1 (our choice; 0 is `Freeze`, 1 is no protection).
+    """
+
+    scale: float = 0.1
+    name = "low_lr"
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.scale) and 0 < self.scale < 1):
+            raise ValueError(
+                f"LowLR(scale={self.scale}) is not between 0 and 1; use Freeze() for 0 and Track() for no protection"
+            )
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """After each optimizer step, routing is pulled back: `p ← p + lr · strength · (start − p)` (decoupled L2-SP).
+
+    Meaning of the strength: alone, the pull halves a displacement in `ln 2 / (lr · strength)` steps (693 steps for
+    strength 100 at a rate of 1e-5); against AdamW, whose step is at most about `lr` an entry, no entry comes to rest
+    further than about `1 / strength` from its start, at any learning rate (derived).
+
+    Args:
+        strength: positive; `lr * strength` must stay at most 1. Default 100 (our choice).
+    """
+
+    strength: float = 100.0
+    name = "anchor"
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.strength) and self.strength > 0):
+            raise ValueError(f"Anchor(strength={self.strength}) is not a positive number")
+
+    def half_life_steps(self, lr: float) -> float:
+        """Steps after which the pull alone has halved a displacement at learning rate `lr`."""
+        return math.log(2) / -math.log1p(-lr * self.strength) if lr * self.strength < 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Track:
+    """Routing trains freely; its drift is measured. With `restore=QKRestore()` this is the paper's method."""
+
+    name = "track"
+
+
+@dataclass(frozen=True)
+class QKRestore:
+    """Put queries and keys back to their start at the end of training (QK-Restore paper, Algorithm 1)."""
+
+    name = "qk"
+
+
+@dataclass(frozen=True)
+class QKPro:
+    """Queries restored along the directions that the starting keys use, keys put back (QK-Restore paper, §7.4, ridge form).
+
+    Args:
+        ridge: λ relative to the mean eigenvalue of the keys' Gram matrix; 0 equals `QKRestore`, infinity restores
+            the keys only. Default 0.1 (our choice).
+    """
+
+    ridge: float = 0.1
+    name = "qk_pro"
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.ridge) or self.ridge < 0:
+            raise ValueError(f"QKPro(ridge={self.ridge}) is negative or not a number")
+
+
+@dataclass(frozen=True)
+class Interpolate:
+    """Move queries and keys the fraction `alpha` of the way back to their start (WiSE-FT on Q/K only).
+
+    Args:
+        alpha: 0 leaves the tuned weights, 1 is `QKRestore`. Default 0.5.
+    """
+
+    alpha: float = 0.5
+    name = "interpolate"
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.alpha) and 0 <= self.alpha <= 1):
+            raise ValueError(f"Interpolate(alpha={self.alpha}) is not between 0 and 1")
+
+
+Protection = Freeze | LowLR | Anchor | Track
+Restoration = QKRestore | QKPro | Interpolate
+
+_PROTECTIONS: dict[str, type[Any]] = {cls.name: cls for cls in (Freeze, LowLR, Anchor, Track)}
+_RESTORATIONS: dict[str, type[Any]] = {cls.name: cls for cls in (QKRestore, QKPro, Interpolate)}
+
+
+def as_protection(value: str | Protection) -> Protection:
+    """"freeze", "low_lr", "anchor", "track", or one of the objects. Raises ValueError with the nearest name."""
+    if isinstance(value, (Freeze, LowLR, Anchor, Track)):
+        return value
+    result: Protection = _named(value, _PROTECTIONS, "protect")
+    return result
+
+
+def as_restoration(value: str | Restoration | None) -> Restoration | None:
+    """"qk", "qk_pro", "interpolate", one of the objects, or None for no restore."""
+    if value is None or isinstance(value, (QKRestore, QKPro, Interpolate)):
+        return value
+    result: Restoration = _named(value, _RESTORATIONS, "restore")
+    return result
+
+
+def _named(value: object, known: dict[str, type[Any]], argument: str) -> Any:
+    if isinstance(value, str) and value in known:
+        return known[value]()
+    if isinstance(value, type) and value in known.values():
+        return value()
+    close = get_close_matches(str(value), known, n=1)
+    hint = f"; closest {close[0]!r}" if close else ""
+    choices = ", ".join(f"{name!r} ({cls.__name__}())" for name, cls in known.items())
+    raise ValueError(f"{argument}={value!r} is not understood{hint}; choose from {choices}")
