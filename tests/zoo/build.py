@@ -8,10 +8,10 @@ from typing import Any
 
 from tests.zoo.case import Case
 from tests.zoo.configs import CASES
-from tests.zoo.tiny import VOCAB_SIZE, tiny_config
+from tests.zoo.tiny import NUM_TOKENS, tiny_config
 
-NUM_TOKENS = 24
-FIRST_PLAIN_TOKEN = 10
+# Ids outside this range are left for special tokens, such as image placeholders.
+PLAIN_TOKENS = range(10, 80)
 
 
 def find_case(case: Case | str) -> Case:
@@ -55,12 +55,23 @@ def build(case: Case | str, *, device: str = "cpu", seed: int = 0) -> Any:
     return model.to(device).eval()  # a few classes make parameters that ignore the meta device
 
 
+def runner(case: Case | str, model: Any) -> Any:
+    """The module of `model` that `example_inputs` go to: the model, or the case's `runs` submodule."""
+    return model.get_submodule(find_case(case).runs)
+
+
 def example_inputs(case: Case | str, *, num_tokens: int = NUM_TOKENS, seed: int = 0) -> dict[str, Any]:
     """Text inputs for a forward pass, longer than any sliding window of the zoo: input_ids `[1, num_tokens]`."""
     import torch
 
     case = find_case(case)
     generator = torch.Generator().manual_seed(seed)
-    input_ids = torch.randint(FIRST_PLAIN_TOKEN, VOCAB_SIZE, (1, num_tokens), generator=generator)
-    extra = {name: torch.randn(shape, generator=generator) for name, shape in case.extra_inputs.items()}
-    return {"input_ids": input_ids, **extra}
+
+    def make(kind: Any) -> Any:
+        if kind == "tokens":
+            return torch.randint(PLAIN_TOKENS.start, PLAIN_TOKENS.stop, (1, num_tokens), generator=generator)
+        if kind == "zeros":
+            return torch.zeros(1, num_tokens)
+        return torch.randn(kind, generator=generator) if isinstance(kind, tuple) else kind
+
+    return {"input_ids": make("tokens"), **{name: make(kind) for name, kind in case.extra_inputs.items()}}

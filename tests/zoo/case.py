@@ -16,18 +16,21 @@ class Case:
         model_type: key of transformers' `CONFIG_MAPPING`.
         overrides: config fields that differ from `tiny.TINY_FIELDS`; a mapping under a sub-config's name goes there.
         model_class: name of the auto class, or of a concrete class, in `transformers`.
+        runs: path of the submodule that runs the text where the wrapper itself cannot; "" for the model.
         forward: whether a CPU forward pass works with what the test environment has.
         reason: why `forward` is False.
-        image_inputs: names of image inputs that the forward pass demands even for text.
+        extra_inputs: what the forward pass demands besides `input_ids`: a shape for a random float tensor, "tokens" for
+            random token ids, "zeros" for zeros `[1, num_tokens]`, or a value that is passed as it is.
     """
 
     name: str
     model_type: str
     overrides: Mapping[str, Any] = field(default_factory=dict)
     model_class: str = "AutoModelForCausalLM"
+    runs: str = ""
     forward: bool = True
     reason: str = ""
-    extra_inputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    extra_inputs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.forward == bool(self.reason):
@@ -39,6 +42,13 @@ def text(name: str, /, **overrides: Any) -> Case:
     return Case(name, name.partition("/")[0], overrides)
 
 
-def image_text(name: str, /, **overrides: Any) -> Case:
+def image_text(name: str, extra_inputs: Mapping[str, Any] | None = None, /, **overrides: Any) -> Case:
     """A multimodal wrapper of the image-text-to-text auto class."""
-    return Case(name, name.partition("/")[0], overrides, "AutoModelForImageTextToText")
+    return Case(
+        name, name.partition("/")[0], overrides, "AutoModelForImageTextToText", extra_inputs=dict(extra_inputs or {})
+    )
+
+
+def wrapper(name: str, model_class: str, extra_inputs: Mapping[str, Any] | None = None, /, **overrides: Any) -> Case:
+    """A wrapper built by the class of that name in `transformers`."""
+    return Case(name, name.partition("/")[0], overrides, model_class, extra_inputs=dict(extra_inputs or {}))

@@ -6,6 +6,7 @@ from tests.zoo.case import Case
 from tests.zoo.decoders import DECODER_CASES
 from tests.zoo.hybrids import HYBRID_CASES
 from tests.zoo.multimodal import MULTIMODAL_CASES
+from tests.zoo.speech import SPEECH_CASES
 
 
 def _by_name(cases: list[Case]) -> dict[str, Case]:
@@ -16,4 +17,4 @@ def _by_name(cases: list[Case]) -> dict[str, Case]:
     return named
 
 
-CASES: dict[str, Case] = _by_name([*DECODER_CASES, *HYBRID_CASES, *MULTIMODAL_CASES])
+CASES: dict[str, Case] = _by_name([*DECODER_CASES, *HYBRID_CASES, *MULTIMODAL_CASES, *SPEECH_CASES])

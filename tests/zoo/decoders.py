@@ -18,6 +18,8 @@ PLAIN = """
 
 MIXED_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"] * 2
 
+GEMMA3N_TEXT = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 3, "laurel_rank": 8}
+
 WINDOWED = [
     text("dots1"),
     text("dots1/window", max_window_layers=3, use_sliding_window=True, sliding_window=WINDOW),
@@ -116,9 +118,7 @@ LATENT = [
 ]
 
 SHARED_KEYS = [
-    text(
-        "gemma3n_text", num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 3, laurel_rank=8
-    ),
+    text("gemma3n_text", **GEMMA3N_TEXT),
     text("gemma4_text", global_head_dim=24),
     text("gemma4_text/k_eq_v", global_head_dim=24, attention_k_eq_v=True, num_global_key_value_heads=1),
     text(

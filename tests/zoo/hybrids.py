@@ -8,6 +8,28 @@ from tests.zoo.tiny import WINDOW
 LINEAR_LAST_FULL = ["linear_attention", "full_attention"] * 2
 MAMBA2 = {"mamba_n_heads": 8}
 
+NEMOTRON_TEXT = {
+    "layers_block_type": ["linear_attention", "full_attention", "moe", "linear_attention", "mlp", "full_attention"]
+}
+QWEN4_TEXT = {
+    "ngram_vocab_size_base": 50,
+    "split_ngram_parts": 1,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+    "hc_lowrank": 8,
+}
+INKLING_LOOP = {
+    "n_layers_per_attn_res_block": 2,
+    "loop_layer_index_start": 2,
+    "loop_layer_index_end": 4,
+    "loop_num_passes": 2,
+    "loop_gate_rank": 8,
+}
+SHARED_BLOCKS = {"layers_block_type": ["linear_attention", "hybrid"] * 3, "num_hidden_layers": 6}
+
 HYBRID_CASES: list[Case] = [
     text("bailing_hybrid", layer_group_size=3),
     text("bamba", attn_layer_indices=[1, 3], **MAMBA2),
@@ -15,14 +37,7 @@ HYBRID_CASES: list[Case] = [
     text("granitemoehybrid", layer_types=LINEAR_LAST_FULL, num_hidden_layers=4, **MAMBA2),
     text("inkling_text", local_layer_ids=[0, 1, 3, 4]),
     text("inkling2_text"),
-    text(
-        "inkling2_loop_text",
-        n_layers_per_attn_res_block=2,
-        loop_layer_index_start=2,
-        loop_layer_index_end=4,
-        loop_num_passes=2,
-        loop_gate_rank=8,
-    ),
+    text("inkling2_loop_text", **INKLING_LOOP),
     text("jamba", attn_layer_period=2, attn_layer_offset=1),
     text("kimi_linear", linear_head_dim=8, linear_num_heads=4),
     text("lara_mini"),
@@ -31,31 +46,14 @@ HYBRID_CASES: list[Case] = [
     text("lfm3"),
     text("minimax"),
     text("minimax/window", sliding_window=WINDOW),
-    text(
-        "nemotron_h",
-        layers_block_type=["linear_attention", "full_attention", "moe", "linear_attention", "mlp", "full_attention"],
-        mamba_num_heads=6,
-        mamba_head_dim=16,
-        n_groups=1,
-        moe_shared_expert_intermediate_size=24,
-    ),
+    text("nemotron_h", **NEMOTRON_TEXT),
     text("olmo_hybrid"),
     text("qwen3_next"),
     text("qwen3_5_text"),
     text("qwen3_5_moe_text"),
-    text(
-        "qwen4_exp_text",
-        ngram_vocab_size_base=50,
-        split_ngram_parts=1,
-        indexer_n_heads=2,
-        indexer_kv_heads=1,
-        indexer_head_dim=16,
-        indexer_budget=8,
-        indexer_compress_ratio=2,
-        hc_lowrank=8,
-    ),
+    text("qwen4_exp_text", **QWEN4_TEXT),
     text("recurrent_gemma"),
-    text("zamba", layers_block_type=["linear_attention", "hybrid"] * 3, num_hidden_layers=6),
+    text("zamba", **SHARED_BLOCKS),
     text(
         "zamba2",
         layers_block_type=["linear_attention", "hybrid"] * 3,

@@ -11,6 +11,7 @@ NUM_KV_HEADS = 2
 HEAD_DIM = 16
 VOCAB_SIZE = 96
 WINDOW = 8
+NUM_TOKENS = 24  # of an example input; longer than any window
 
 # A field named here is set whenever the class has it. H * head_dim = 64, KV * head_dim = 32 and hidden = 48 are all
 # different, so that a mix-up of two of them changes a shape. Classes without head_dim get hidden = 64 instead.
@@ -146,6 +147,32 @@ TINY_FIELDS: dict[str, Any] = {
     "hidden_dim": 32,
     "dim_head": 8,
     "num_filters": 2,
+    "num_mel_bins": 16,
+    "base_channels": 32,
+    "resampler_head_dim": 8,
+    "max_num_patches": 16,
+    "latent_query_num": 4,
+    "max_image_size": 32,
+    "max_img_size": 16,
+    "share_expert_dim": 24,
+    "moe_hidden_size": 40,
+    "n_mel_bins": 4,
+    "mel_vocab_size": 8,
+    "nemo_conv_channels": 8,
+    "ext_pw_out_channel": 64,
+    "depthwise_separable_out_channel": 64,
+    "n_groups": 1,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "subsampling_conv_channels": 8,
+    "num_codebooks": 2,
+    "hidden_size_global": 64,
+    "codebook_size": 16,
+    "codebook_dim": 8,
+    "vector_quantization_hidden_dimension": 8,
+    "latent_channels": 8,
+    "num_embeddings": 16,
+    "flow_hidden_size": 16,
     "layers": 4,
 }
 
@@ -195,7 +222,8 @@ def tiny_sub_config(spec: Any, overrides: Mapping[str, Any] | None) -> Any:
         return None
     settings = {**{k: v for k, v in spec.init_kwargs.items() if k not in TINY_FIELDS}, **overrides}
     model_type = settings.pop("model_type", spec.model_type)
-    config_class = CONFIG_MAPPING[model_type] if spec.config_class is AutoConfig else spec.config_class
+    chosen = spec.config_class is AutoConfig or "model_type" in overrides
+    config_class = CONFIG_MAPPING[model_type] if chosen else spec.config_class
     return tiny_config(config_class, settings)
 
 
