@@ -1,0 +1,80 @@
+"""Anchor: after each step, pull routing back towards its start, scaled by the learning rate (decoupled L2-SP)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from routeguard.protect.groups import RoutingGroups, check_anchor_rate, split_groups
+from routeguard.protect.held import Held, held_parameters, starts_at_zero
+from routeguard.protect.modes import Anchor
+from routeguard.protect.rows import take_rows
+from routeguard.routes.collection import Routes
+
+
+class AnchorPull:
+    """The pull `p ← p + lr · strength · (start − p)` on the tagged groups of an optimizer, after each of its steps.
+
+    For LoRA the pull acts on ΔW = s·B·A without forming it: a zero-start adapter has ΔW₀ = 0, and scaling B by
+    `1 − lr · strength` scales ΔW by exactly that; A is left alone. Other starts (PiSSA, OLoRA) pull both factors to
+    their start (the exact interpolation would need twice the rank).
+
+    Args:
+        groups: from `split_groups(..., tag="anchor", weight_decay=0.0)`.
+        starts: for each held name, the start of its held rows, on the parameter's device.
+        mode: the strength.
+    """
+
+    def __init__(self, groups: RoutingGroups, starts: Mapping[str, Tensor], mode: Anchor) -> None:
+        check_anchor_rate(groups.tagged, mode)
+        self.groups = groups
+        self.mode = mode
+        self._starts: dict[nn.Parameter, Tensor] = {}
+        for member, (held, at) in groups.members.items():
+            start = starts[held.name]
+            self._starts[member] = start if at is None else _slice_of(start, held, at)
+        self._hook: Any = groups.optimizer.register_step_post_hook(lambda *_: self.pull())
+
+    @torch.no_grad()
+    def pull(self) -> None:
+        """One pull at the groups' current learning rates."""
+        for group in self.groups.tagged:
+            members = [p for p in group["params"] if p in self._starts]
+            torch._foreach_lerp_(
+                [p.data for p in members], [self._starts[p] for p in members], float(group["lr"]) * self.mode.strength
+            )
+
+    def remove(self) -> None:
+        self._hook.remove()
+
+
+def anchor(
+    optimizer: torch.optim.Optimizer, model: nn.Module, routes: Routes, *, strength: float = 100.0
+) -> AnchorPull:
+    """`Anchor` for a plain loop: split a fresh optimizer and pull routing towards its present values after each step.
+
+    Weight decay of the anchored parameters becomes 0, since it would pull towards zero instead. Costs one copy of the
+    held rows. Raises ValueError as `split_groups` does, and for `lr * strength` above 1.
+    """
+    mode = Anchor(strength)
+    held = anchored(held_parameters(model, routes), model)
+    groups = split_groups(optimizer, held, tag=Anchor.name, weight_decay=0.0)
+    starts = {h.name: take_rows(h.parameter.detach(), h.rows, h.dim).clone() for h in held if h.trainable}
+    return AnchorPull(groups, starts, mode)
+
+
+def anchored(held: list[Held], model: nn.Module) -> list[Held]:
+    """Those that the pull acts on: a zero-start adapter is pulled through its B (and magnitude), its A stays free."""
+    return [h for h in held if not (h.part == "lora_A" and starts_at_zero(model, h.name.split("lora_A.")[1].split(".")[0]))]
+
+
+def _slice_of(start: Tensor, held: Held, at: tuple[int, int]) -> Tensor:
+    offset = 0
+    for first, stop in held.rows or ():
+        if first == at[0]:
+            return start.narrow(held.dim, offset, stop - first)
+        offset += stop - first
+    raise AssertionError(f"{at} is not a held range of {held.name}")
