@@ -1,0 +1,231 @@
+"""The starting weights that routing is measured against and put back to: captured, saved beside a run, loaded again."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from routeguard.checkpoint.row_bytes import locate_rows, read_metadata
+from routeguard.protect.held import Held
+from routeguard.protect.rows import take_rows
+from routeguard.restore.meaning import meaning_of
+from routeguard.routes.collection import Route, Rows
+from routeguard.routes.in_memory import is_quantised
+
+SCHEMA_VERSION = 1
+METADATA_KEY = "routeguard"
+SIDECAR_FOLDER = "routeguard"
+SIDECAR_FILE = "reference.safetensors"
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """Start values of the held rows of a model.
+
+    Attributes:
+        tensors: canonical parameter name to the held rows only, concatenated along `dims[name]`, in their own dtype, on the
+            CPU. Names that share storage share one tensor.
+        rows: canonical name to `(start, stop)` ranges in the whole parameter, None for all of it.
+        dims: canonical name to the dimension that the rows index.
+        meaning: facts that give queries and keys their meaning (`restore.meaning`); empty if unknown.
+        origin: where the values come from, for people ("live weights at step 0", a path).
+        routes: canonical name to the routes that the parameter carries, as the model had them.
+        notes: what was left out or converted, for the report.
+    """
+
+    tensors: Mapping[str, Tensor]
+    rows: Mapping[str, Rows | None]
+    dims: Mapping[str, int]
+    meaning: Mapping[str, Any]
+    origin: str
+    routes: Mapping[str, tuple[Route, ...]]
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 (hex) over names, rows, dimensions, shapes, dtypes and bytes; the same for the same values on any machine."""
+        total = hashlib.sha256()
+        for name in sorted(self.tensors):
+            tensor = self.tensors[name]
+            rows = None if self.rows[name] is None else [list(pair) for pair in self.rows[name] or ()]
+            header = [name, rows, self.dims[name], list(tensor.shape), str(tensor.dtype)]
+            total.update(json.dumps(header).encode() + b"\0")
+            total.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return total.hexdigest()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the start values, shared storage counted once."""
+        unique = {id(tensor): tensor.numel() * tensor.element_size() for tensor in self.tensors.values()}
+        return sum(unique.values())
+
+    def values(self, name: str, rows: Rows | None, dim: int = 0) -> Tensor:
+        """The start values of some rows of a parameter, concatenated along `dim`.
+
+        Raises ValueError when the reference does not hold the parameter, or not all of these rows.
+        """
+        if name not in self.tensors:
+            raise ValueError(f"the reference ({self.origin}) does not hold {name!r}; it holds {_listed(self.tensors)}")
+        if self.rows[name] is None and rows is None:
+            return self.tensors[name]
+        if dim != self.dims[name]:
+            raise ValueError(f"rows of {name!r} lie along dimension {self.dims[name]} in the reference, asked for {dim}")
+        total = self.routes[name][0].shape[dim] if self.routes[name] else self.tensors[name].shape[dim]
+        return take_rows(self.tensors[name], locate_rows(self.rows[name], rows, total=total, what=name), dim)
+
+
+def capture_reference(model: nn.Module, held: Sequence[Held], *, origin: str = "live weights") -> Reference:
+    """A snapshot of the held rows of a live model, adapters included, on the CPU.
+
+    Args:
+        model: the model; only its config is read.
+        held: from `held_parameters(model, routes)`. Quantised base weights are left out: training cannot move them.
+        origin: text for people.
+
+    Raises:
+        ValueError: a parameter has no values here (meta device) or is split over processes (FSDP, ZeRO-3).
+    """
+    tensors: dict[str, Tensor] = {}
+    kept: dict[tuple[Any, ...], Tensor] = {}
+    captured = [piece for piece in held if not is_quantised(piece.parameter)]
+    for piece in captured:
+        refuse_without_local_values(piece.name, piece.parameter)
+        parameter = piece.parameter.detach()
+        key = (parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.dtype, piece.rows, piece.dim)
+        if key not in kept:
+            kept[key] = take_rows(parameter, piece.rows, piece.dim).to("cpu", copy=True).contiguous()
+        tensors[piece.canonical] = kept[key]
+    left_out = len(held) - len(captured)
+    return Reference(
+        tensors=tensors,
+        rows={piece.canonical: piece.rows for piece in captured},
+        dims={piece.canonical: piece.dim for piece in captured},
+        meaning=meaning_of(model),
+        origin=origin,
+        routes={piece.canonical: piece.routes for piece in captured},
+        notes=(f"{left_out} quantised base weights are not kept: training cannot move them",) if left_out else (),
+    )
+
+
+def save_reference(reference: Reference, path: str | os.PathLike[str]) -> None:
+    """Write a reference as one safetensors file, atomically (written beside, synced, renamed). Makes missing folders."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    facts = {
+        "schema_version": SCHEMA_VERSION,
+        "digest": reference.digest,
+        "origin": reference.origin,
+        "rows": dict(reference.rows),
+        "dims": dict(reference.dims),
+        "meaning": dict(reference.meaning),
+        "routes": {name: [asdict(route) for route in routes] for name, routes in reference.routes.items()},
+        "notes": list(reference.notes),
+    }
+    written: set[int] = set()
+    tensors = {}
+    for name, tensor in reference.tensors.items():  # the format does not take shared storage
+        tensors[name] = tensor.clone() if tensor.data_ptr() in written else tensor.contiguous()
+        written.add(tensor.data_ptr())
+    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        save_file(tensors, beside, metadata={METADATA_KEY: json.dumps(facts, sort_keys=True)})
+        _sync(beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    _sync(path.parent)
+
+
+def load_reference(path: str | os.PathLike[str]) -> Reference:
+    """Read a file that `save_reference` wrote.
+
+    Raises:
+        ValueError: not such a file, another schema version, or the content does not match its own digest.
+    """
+    path = Path(path)
+    facts = read_facts(path)
+    try:
+        with safe_open(path, framework="pt") as stream:
+            tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 (not a mapping)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    reference = Reference(
+        tensors=tensors,
+        rows={name: rows_from_json(rows) for name, rows in facts["rows"].items()},
+        dims=facts["dims"],
+        meaning=facts["meaning"],
+        origin=facts["origin"],
+        routes={name: tuple(route_from_json(route) for route in routes) for name, routes in facts["routes"].items()},
+        notes=tuple(facts["notes"]),
+    )
+    if set(tensors) != set(reference.rows) or reference.digest != facts["digest"]:
+        raise ValueError(
+            f"{path} does not match its own digest: it was changed or damaged after it was written. Restore it from a copy, "
+            "or give the starting checkpoint as reference"
+        )
+    return reference
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """The facts that `save_reference` stored beside the tensors, without reading the tensors.
+
+    Raises ValueError when the file is no sidecar of this version.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; a guarded run keeps its reference in {SIDECAR_FOLDER}/{SIDECAR_FILE}")
+    text = read_metadata(path).get(METADATA_KEY)
+    if text is None:
+        raise ValueError(f"{path} is a safetensors file, but not a reference that routeguard wrote")
+    facts: dict[str, Any] = json.loads(text)
+    if facts.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(
+            f"{path} was written with schema version {facts.get('schema_version')}, this version reads {SCHEMA_VERSION}"
+        )
+    return facts
+
+
+def rows_from_json(rows: Any) -> Rows | None:
+    return None if rows is None else tuple((int(start), int(stop)) for start, stop in rows)
+
+
+def route_from_json(data: Mapping[str, Any]) -> Route:
+    fields = {**data, "shape": tuple(data["shape"]), "rows": rows_from_json(data["rows"])}
+    return Route(**{**fields, "tied_layers": tuple(data["tied_layers"])})
+
+
+def refuse_without_local_values(name: str, parameter: Tensor) -> None:
+    """Raise ValueError when this process does not hold the whole parameter."""
+    if parameter.is_meta:
+        raise ValueError(f"{name} is on the meta device and has no values; load the weights first")
+    split = "ZeRO" if hasattr(parameter, "ds_id") else "FSDP2" if hasattr(parameter, "full_tensor") else ""
+    if split or (parameter.numel() == 0 and parameter.ndim > 0):
+        raise ValueError(
+            f"{name} is split over processes ({split or 'no elements here'}); this version copies whole tensors only: save a "
+            "full checkpoint, and restore that in a single process"
+        )
+
+
+def _sync(path: Path) -> None:
+    with contextlib.suppress(PermissionError):  # a folder cannot be opened on Windows
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _listed(names: Mapping[str, Any]) -> str:
+    listed = list(names)
+    return f"{', '.join(listed[:6])}{f' … ({len(listed)} tensors)' if len(listed) > 6 else ''}" or "nothing"
