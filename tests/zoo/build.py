@@ -9,6 +9,7 @@ from typing import Any
 from tests.zoo.case import Case
 from tests.zoo.configs import CASES
 from tests.zoo.tiny import NUM_TOKENS, tiny_config
+from tests.zoo.towers import register_stub_tower
 
 # Ids outside this range are left for special tokens, such as image placeholders.
 PLAIN_TOKENS = range(10, 80)
@@ -44,6 +45,8 @@ def build(case: Case | str, *, device: str = "cpu", seed: int = 0) -> Any:
     import transformers
 
     case = find_case(case)
+    if case.stub_tower:
+        register_stub_tower()
     config = config_for(case)
     model_class = getattr(transformers, case.model_class)
     with torch.random.fork_rng(devices=[]), torch.device(device) if device == "meta" else contextlib.nullcontext():
@@ -67,11 +70,19 @@ def example_inputs(case: Case | str, *, num_tokens: int = NUM_TOKENS, seed: int 
     case = find_case(case)
     generator = torch.Generator().manual_seed(seed)
 
-    def make(kind: Any) -> Any:
-        if kind == "tokens":
-            return torch.randint(PLAIN_TOKENS.start, PLAIN_TOKENS.stop, (1, num_tokens), generator=generator)
-        if kind == "zeros":
-            return torch.zeros(1, num_tokens)
-        return torch.randn(kind, generator=generator) if isinstance(kind, tuple) else kind
+    def tokens(*streams: int) -> torch.Tensor:
+        return torch.randint(PLAIN_TOKENS.start, PLAIN_TOKENS.stop, (1, num_tokens, *streams), generator=generator)
 
-    return {"input_ids": make("tokens"), **{name: make(kind) for name, kind in case.extra_inputs.items()}}
+    def make(kind: Any) -> Any:
+        match kind:
+            case "tokens":
+                return tokens()
+            case ("tokens", int(streams)):
+                return tokens(streams)
+            case "zeros":
+                return torch.zeros(1, num_tokens)
+            case tuple():
+                return torch.randn(kind, generator=generator)
+        return kind
+
+    return {"input_ids": tokens(), **{name: make(kind) for name, kind in case.extra_inputs.items()}}

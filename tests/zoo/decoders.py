@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.zoo.case import Case, text
+from tests.zoo.case import Case, mrope, text
 from tests.zoo.tiny import WINDOW
 
 # The generic tiny config is all these need.
@@ -14,7 +14,7 @@ PLAIN = """
     llama llama4_text mimo_v2_flash minimax_m2 ministral nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi
     phimoe qwen3_moe sarvam_moe seed_oss solar_open stablelm starcoder2 trocr vaultgemma xglm
     openai-gpt mpt
-""".split()
+"""
 
 MIXED_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"] * 2
 
@@ -55,6 +55,16 @@ WINDOWED = [
     text("minimax_m3_vl_text", layer_types=["full_attention", "minimax_m3_sparse"] * 3),
 ]
 
+OPTIONS = [
+    text("llama/bias", attention_bias=True),
+    text("llama/heads", num_key_value_heads=4),
+    text("phi/qk_norm", qk_layernorm=True),
+    text("stablelm/qk_norm", qk_layernorm=True),
+    text("cohere/qk_norm", use_qk_norm=True),
+    text("glm4_moe/qk_norm", use_qk_norm=True),
+    text("cohere_compass_text", rope_parameters={"full_attention": mrope(4, 2, 2)}),
+]
+
 FUSED = [
     text("codegen", rotary_dim=8, n_ctx=64, n_head=4, n_embd=64),
     text("gptj", rotary_dim=8),
@@ -86,7 +96,21 @@ FUSED = [
     text("hrm_text", num_hidden_layers=2, H_cycles=1, L_cycles=2),
 ]
 
+DOTS3_TEXT = {
+    "head_dim": 16,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_q_lora_rank": 20,
+    "swa_kv_lora_rank": 28,
+    "swa_head_dim": 16,
+    "swa_qk_nope_head_dim": 12,
+    "swa_v_head_dim": 10,
+    "sliding_window": WINDOW,
+    "shared_experts_intermediate_size": 24,
+}
+
 LATENT = [
+    text("dots3_note_text/no_indexer", use_dsa=False, **DOTS3_TEXT),
     text("axk1"),
     text("axk2"),
     text("deepseek_v2", q_lora_rank=20),
@@ -94,20 +118,12 @@ LATENT = [
     text("deepseek_v3", q_lora_rank=20),
     text("deepseek_v3/no_q_lora", q_lora_rank=None),
     text("deepseek_v32"),
-    text("deepseek_v4", num_key_value_heads=1),
     text(
-        "dots3_note_text",
-        head_dim=16,
-        swa_num_attention_heads=4,
-        swa_num_key_value_heads=4,
-        swa_q_lora_rank=20,
-        swa_kv_lora_rank=28,
-        swa_head_dim=16,
-        swa_qk_nope_head_dim=12,
-        swa_v_head_dim=10,
-        sliding_window=WINDOW,
-        shared_experts_intermediate_size=24,
+        "deepseek_v4",
+        num_key_value_heads=1,
+        layer_types=["sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"] * 2,
     ),
+    text("dots3_note_text", **DOTS3_TEXT),
     text("glm4_moe_lite"),
     text("glm_moe_dsa"),
     text("hy_v4"),
@@ -129,4 +145,11 @@ SHARED_KEYS = [
     ),
 ]
 
-DECODER_CASES: list[Case] = [*(text(name) for name in PLAIN), *WINDOWED, *FUSED, *LATENT, *SHARED_KEYS]
+DECODER_CASES: list[Case] = [
+    *(text(name) for name in PLAIN.split()),
+    *WINDOWED,
+    *OPTIONS,
+    *FUSED,
+    *LATENT,
+    *SHARED_KEYS,
+]

@@ -30,8 +30,11 @@ INKLING_LOOP = {
 }
 SHARED_BLOCKS = {"layers_block_type": ["linear_attention", "hybrid"] * 3, "num_hidden_layers": 6}
 
+ZAMBA2 = {**SHARED_BLOCKS, "num_mem_blocks": 2, "adapter_rank": 4, "num_key_value_heads": 4}
+
 HYBRID_CASES: list[Case] = [
     text("bailing_hybrid", layer_group_size=3),
+    text("bailing_hybrid/q_lora", layer_group_size=3, q_lora_rank=20),
     text("bamba", attn_layer_indices=[1, 3], **MAMBA2),
     text("falcon_h1", mamba_d_ssm=128, **MAMBA2),
     text("granitemoehybrid", layer_types=LINEAR_LAST_FULL, num_hidden_layers=4, **MAMBA2),
@@ -40,13 +43,17 @@ HYBRID_CASES: list[Case] = [
     text("inkling2_loop_text", **INKLING_LOOP),
     text("jamba", attn_layer_period=2, attn_layer_offset=1),
     text("kimi_linear", linear_head_dim=8, linear_num_heads=4),
+    text("kimi_linear/q_lora", linear_head_dim=8, linear_num_heads=4, q_lora_rank=20),
     text("lara_mini"),
     text("lfm2", full_attn_idxs=[2, 5]),
     text("lfm2_moe", layer_types=["conv", "conv", "full_attention"] * 2),
     text("lfm3"),
+    text("lfm3/gate", use_attention_gate=True),
+    text("zaya/full", num_experts_per_tok=1),
     text("minimax"),
     text("minimax/window", sliding_window=WINDOW),
     text("nemotron_h", **NEMOTRON_TEXT),
+    text("nemotron_h/window", sliding_window=WINDOW, **NEMOTRON_TEXT),
     text("olmo_hybrid"),
     text("qwen3_next"),
     text("qwen3_5_text"),
@@ -54,15 +61,7 @@ HYBRID_CASES: list[Case] = [
     text("qwen4_exp_text", **QWEN4_TEXT),
     text("recurrent_gemma"),
     text("zamba", **SHARED_BLOCKS),
-    text(
-        "zamba2",
-        layers_block_type=["linear_attention", "hybrid"] * 3,
-        num_hidden_layers=6,
-        num_mem_blocks=2,
-        use_shared_attention_adapter=True,
-        adapter_rank=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-    ),
+    text("zamba2", use_shared_attention_adapter=True, use_mem_rope=True, **ZAMBA2),
+    text("zamba2/no_adapter", **ZAMBA2),
     text("zaya", num_experts_per_tok=1, layer_types=["hybrid_sliding", "hybrid"] * 3, sliding_window=WINDOW),
 ]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
-from tests.zoo.case import Case, image_text
+from tests.zoo.case import Case, image_text, mrope, runs, stub_tower
 from tests.zoo.decoders import GEMMA3N_TEXT, MIXED_LAYERS
 from tests.zoo.hybrids import INKLING_LOOP, NEMOTRON_TEXT, QWEN4_TEXT
 from tests.zoo.tiny import NUM_TOKENS, WINDOW
@@ -15,18 +12,10 @@ PLAIN = """
     internvl kimi_k25 lfm3_vl lighton_ocr llava llava_next llava_next_video llava_onevision minicpm_ocr minicpmv4_6
     minicpmv4_7 mistral3 mistral4 mistral_large4 mllama muse_glimmer ovis2 paligemma pp_chart2table qianfan_ocr qwen3_5 qwen3_5_moe qwen3_vl
     qwen3_vl_moe cosmos3_omni shieldgemma2 smolvlm video_llama_3 video_llava vipllava
-""".split()
-
-
-def mrope(*sections: int, **settings: Any) -> dict[str, Any]:
-    """Rotary settings with a position stream for each of time, height and width."""
-    return {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": list(sections), **settings}
+"""
 
 
 MROPE_TEXT = {"rope_parameters": mrope(4, 2, 2)}
-
-# The image tower of gemma3n needs the timm package too; its ids come after those of the text.
-GEMMA3N_VISION = {"model_type": "siglip_vision_model", "vocab_offset": 80, "vocab_size": 8, "rms_norm_eps": 1e-6}
 
 # Image encoders of discrete tokens keep two resolutions and few codes.
 TINY_VQ = {"channel_multiplier": [1, 1], "num_embeddings": 16}
@@ -46,11 +35,13 @@ WITH_OVERRIDES = [
     # The real towers of fast_vlm and perception_lm need the timm package; any image tower serves.
     image_text("fast_vlm", vision_config={"model_type": "siglip_vision_model"}),
     image_text("perception_lm", vision_config={"model_type": "siglip_vision_model", "model_args": {"embed_dim": 64}}),
-    image_text(
-        "gemma3n",
-        text_config=GEMMA3N_TEXT,
-        vision_config=GEMMA3N_VISION,
-        audio_config={"vocab_offset": 88, "vocab_size": 8},
+    stub_tower(
+        image_text(
+            "gemma3n",
+            text_config=GEMMA3N_TEXT,
+            vision_config={"vocab_offset": 80, "vocab_size": 8},
+            audio_config={"vocab_offset": 88, "vocab_size": 8},
+        )
     ),
     image_text("minimax_m3_vl", text_config={"layer_types": ["full_attention", "minimax_m3_sparse"] * 3}),
     image_text("gemma4", text_config={"global_head_dim": 24}),
@@ -68,12 +59,12 @@ WITH_OVERRIDES = [
     image_text(
         "inkling_mm_model",
         text_config={"local_layer_ids": [0, 1, 3, 4]},
-        vision_config={"num_hidden_layers": 6, "patch_size": 8},
+        vision_config={"num_hidden_layers": 6, "patch_size": 4},
     ),
     image_text("janus", vq_config={**TINY_VQ, "latent_channels": 8, "image_token_embed_dim": 32, "projection_dim": 32}),
     image_text("lfm2_vl", text_config={"full_attn_idxs": [2, 5]}),
     # The wrapper's forward always raises in transformers 5.24: it reads a field that its text model does not return.
-    dataclasses.replace(image_text("llama4"), runs="language_model"),
+    runs("language_model", image_text("llama4")),
     image_text("molmo2", vision_config={"image_size": [16, 16]}, adapter_config={"vision_feature_layer": [3, 2]}),
     image_text("muse_spark", audio_config={"hidden_sizes": [8, 8, 8, 8]}),
     image_text("nemotron_h_omni", text_config=NEMOTRON_TEXT),
@@ -103,4 +94,4 @@ WITH_IMAGES = [
     image_text("kosmos-2.5"),
 ]
 
-MULTIMODAL_CASES: list[Case] = [*(image_text(name) for name in PLAIN), *WITH_OVERRIDES, *WITH_IMAGES]
+MULTIMODAL_CASES: list[Case] = [*(image_text(name) for name in PLAIN.split()), *WITH_OVERRIDES, *WITH_IMAGES]
