@@ -1,4 +1,4 @@
-"""Watch a forward pass and record every attention call in it: queries, keys, values and the logits before the softmax."""
+"""Watch a forward pass and record every attention call: queries, keys, values and logits before the softmax."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-_MASKED = 5e3  # logits this far below the best one of their row are masked (masks use -1e4 or less)
-_PRODUCTS = ("BmmBackward0", "BaddbmmBackward0")
+from routeguard.routes._logits import PRODUCTS, orient, products, visible_from_logits, visible_from_mask, walk
+
 _MATMULS = {"matmul", "bmm", "baddbmm", "einsum", "__matmul__"}
 
 
@@ -38,12 +37,20 @@ class Recorder(TorchFunctionMode):
     """Records attention calls while a model runs under it, layer by layer.
 
     A decoder layer is an element of the outermost `nn.ModuleList` on the call path. Its input is cut from the graph, so
-    that what a layer computes depends on its own parameters only, and `on_layer` gets the layer's events when it returns.
+    that what it computes depends on its own parameters only, and `on_layer` gets its events, with the leaves at which
+    it was cut, when it returns. Modules named in `cut_at` are cut from their inputs too.
     """
 
-    def __init__(self, model: nn.Module, on_layer: Callable[[list[AttentionEvent], list[Tensor]], None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        on_layer: Callable[[list[AttentionEvent], list[Tensor]], None],
+        *,
+        cut_at: frozenset[str] = frozenset(),
+    ) -> None:
         super().__init__()
         self._on_layer = on_layer
+        self._cut_at = cut_at
         self._names: dict[int, list[str]] = {}
         self._list_elements: set[str] = set()
         for name, module in model.named_modules(remove_duplicate=False):
@@ -58,7 +65,8 @@ class Recorder(TorchFunctionMode):
         self._open: list[AttentionEvent] = []
         self.selections: set[tuple[str, ...]] = set()  # call paths on which top-k selection happened
         self.num_softmaxes = 0
-        self.num_opaque = 0
+        self.opaque: set[str] = set()  # modules whose attention call hid its softmax
+        self.unreadable: set[str] = set()  # modules whose attention call hid its queries and keys
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -80,9 +88,10 @@ class Recorder(TorchFunctionMode):
         above = f"{self.path[-1]}." if self.path and self.path[-1] else ""
         name = next((name for name in names if name.startswith(above)), names[0])
         self.path.append(name)
-        if self._layer or name not in self._list_elements:
+        if not self._layer and name in self._list_elements:
+            self._layer = name
+        elif name not in self._cut_at:
             return None
-        self._layer = name
         return tuple(self._cut(value) for value in args), {key: self._cut(value) for key, value in kwargs.items()}
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -148,7 +157,7 @@ class Recorder(TorchFunctionMode):
 
         @functools.wraps(function)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            named = dict(zip(("module", "query", "key", "value", "attention_mask"), args)) | kwargs
+            named = dict(zip(("module", "query", "key", "value", "attention_mask"), args, strict=False)) | kwargs
             query, key, value = named.get("query"), named.get("key"), named.get("value")
             if not (isinstance(query, Tensor) and isinstance(key, Tensor)) or self._open:
                 return function(*args, **kwargs)
@@ -162,9 +171,9 @@ class Recorder(TorchFunctionMode):
             finally:
                 self._open.pop()
                 if event.visible is None:
-                    self.num_opaque += 1
+                    self.opaque.add(event.path[-1])
                     window = named.get("sliding_window")
-                    event.visible = _visible_from_mask(
+                    event.visible = visible_from_mask(
                         query.shape[-2], key.shape[-2], named.get("attention_mask"), True, window
                     )
 
@@ -186,6 +195,8 @@ class Recorder(TorchFunctionMode):
             self._fused(*args, **kwargs)
         elif name in _MATMULS and self._events:
             self._product([item for item in args if isinstance(item, Tensor)])
+        elif name == "multi_head_attention_forward":
+            self.unreadable.add(self.path[-1] if self.path else "")
         elif name == "topk":
             self.selections.add(tuple(self.path))
         return result
@@ -205,7 +216,7 @@ class Recorder(TorchFunctionMode):
             event.queries, event.keys, event.value = [query], [key], value
             event.num_keys = key.shape[-2]
         event.mask = attn_mask
-        event.visible = _visible_from_mask(query.shape[-2], key.shape[-2], attn_mask, is_causal, None)
+        event.visible = visible_from_mask(query.shape[-2], key.shape[-2], attn_mask, is_causal, None)
 
     def _softmax(self, logits: Tensor, dim: int, result: Tensor) -> None:
         self.num_softmaxes += 1
@@ -217,17 +228,17 @@ class Recorder(TorchFunctionMode):
             if event.visible is not None:
                 return
         else:
-            products = _products(logits)
-            if not products:
+            factors = products(logits)
+            if not factors:
                 return
             event = self._new_event()
-            for first, second in products:
-                query, key = _orient(rows, first, second)
+            for first, second in factors:
+                query, key = orient(rows, first, second)
                 event.queries.append(query)
                 event.keys.append(key)
                 event.num_keys = max(event.num_keys, key.shape[-1] if key is second else key.shape[-2])
         event.logits, event.softmax_node = rows, result.grad_fn
-        event.visible = _visible_from_logits(rows.detach())
+        event.visible = visible_from_logits(rows.detach())
 
     def _product(self, operands: list[Tensor]) -> None:
         """The other factor of a product with attention probabilities is the values."""
@@ -235,78 +246,7 @@ class Recorder(TorchFunctionMode):
         if not waiting or len(operands) < 2:
             return
         for operand, other in ((operands[-2], operands[-1]), (operands[-1], operands[-2])):
-            for node in _walk(operand.grad_fn, limit=12, stop=_PRODUCTS):
+            for node in walk(operand.grad_fn, limit=12, stop=PRODUCTS):
                 if node in waiting:
                     waiting[node].value = other
                     return
-
-
-def _walk(node: Any, *, limit: int, stop: tuple[str, ...] = ()) -> Iterator[Any]:
-    """Nodes of the autograd graph behind `node`, nearest first, at most `limit`, not past those named in `stop`."""
-    queue: list[Any] = [node]
-    seen: set[Any] = set()
-    while queue and len(seen) < limit:
-        node = queue.pop(0)
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        if node.name() not in stop:
-            queue.extend(following for following, _ in node.next_functions)
-
-
-def _products(logits: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The batched products of two activations that `logits` are a sum of, as (left, right) factors."""
-    found = []
-    for node in _walk(logits.grad_fn, limit=60, stop=(*_PRODUCTS, "MmBackward0", "AddmmBackward0")):
-        if node.name() == "BmmBackward0":
-            factors = node._saved_self, node._saved_mat2
-        elif node.name() == "BaddbmmBackward0":
-            factors = node._saved_batch1, node._saved_batch2
-        else:
-            continue
-        if all(isinstance(factor, Tensor) and factor.requires_grad and not _is_parameter(factor) for factor in factors):
-            found.append(factors)
-    return found
-
-
-def _is_parameter(tensor: Tensor) -> bool:
-    """Whether `tensor` is a parameter or a view of one, rather than something computed from the input."""
-    node: Any = tensor.grad_fn
-    while node is not None and len(node.next_functions) == 1:
-        node = node.next_functions[0][0]
-    return node is None or (node.name().endswith("AccumulateGrad") and isinstance(node.variable, nn.Parameter))
-
-
-def _orient(rows: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of the factors `first` [b, m, d] and `second` [b, d, n] is the query: one row of logits needs one query only."""
-    row = rows.select(-2, rows.shape[-2] - 1)
-    at_first, at_second = torch.autograd.grad(
-        row, (first, second), torch.ones_like(row), retain_graph=True, allow_unused=True
-    )
-    num_first = 0 if at_first is None else int((at_first != 0).any(dim=-1).any(dim=0).sum())
-    num_second = 0 if at_second is None else int((at_second != 0).any(dim=-2).any(dim=0).sum())
-    return (first, second) if num_first <= num_second else (second, first)
-
-
-def _visible_from_logits(rows: Tensor) -> Tensor:
-    """Which key positions some head of each query can see: [..., queries, keys] logits to [queries, keys] booleans."""
-    best = rows.amax(dim=-1, keepdim=True)
-    seen = (rows > best - _MASKED) & (best > -_MASKED)
-    return seen.reshape(-1, *seen.shape[-2:]).any(dim=0)
-
-
-def _visible_from_mask(queries: int, keys: int, mask: Any, is_causal: bool, window: Any) -> Tensor:
-    seen = torch.ones(queries, keys, dtype=torch.bool)
-    if isinstance(mask, Tensor) and mask.dim() >= 2 and mask.shape[-1] == keys and mask.shape[-2] in (1, queries):
-        allowed = mask.detach().cpu() if mask.dtype == torch.bool else _visible_from_additive(mask.detach().cpu())
-        seen &= allowed.reshape(-1, *allowed.shape[-2:]).any(dim=0)
-    elif is_causal:
-        seen = seen.tril(keys - queries)
-    if isinstance(window, int) and not isinstance(mask, Tensor):
-        seen = seen.triu(keys - queries - window + 1)
-    return seen
-
-
-def _visible_from_additive(mask: Tensor) -> Tensor:
-    return mask > -_MASKED

@@ -46,6 +46,7 @@ def longest_window(inputs: Mapping[str, Any]) -> int:
 
 def run_model(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     """One forward pass on `inputs`, without a key-value cache where the model has the switch."""
+    inputs = {name: value.clone() if isinstance(value, Tensor) else value for name, value in inputs.items()}
     parameters = inspect.signature(model.forward).parameters
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     switch = {"use_cache": False} if "use_cache" in parameters or open_ended else {}
@@ -59,16 +60,42 @@ def _choose_length(model: nn.Module, num_tokens: int, notes: list[str]) -> int:
     config = config_of(model)
     if config is None:
         return num_tokens
-    sizes = [size + 2 * SLACK_TOKENS for size in windows_of(config).values()]
-    length = max([num_tokens, *(size for size in sizes if size <= _MAX_PROBE_TOKENS)])
-    longer = {name: size for name, size in windows_of(config).items() if size + 2 * SLACK_TOKENS > length}
+    windows = windows_of(config)
+    needed = [size + 2 * SLACK_TOKENS for size in (*windows.values(), *_compression_rates(config))]
+    length = max([num_tokens, *(size for size in needed if size <= _MAX_PROBE_TOKENS)])
+    length = min(length, _position_limit(model, config) or length)
+    longer = {name: size for name, size in windows.items() if size + 2 * SLACK_TOKENS > length}
     if longer:
         stated = ", ".join(f"{name}={size}" for name, size in longer.items())
         notes.append(
-            f"{stated} shortened for the pass of {length} tokens, so that a window shows; reach_tokens follows it"
+            f"{stated} shortened for a pass of {length} tokens so that a window shows; reach_tokens follows it"
         )
-    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "n_ctx"))
-    return min([length, *(limit for limit in limits if isinstance(limit, int) and limit > 0)])
+    return length
+
+
+def _compression_rates(config: Any) -> list[int]:
+    """How many tokens a compressed key stands for, where the model has such keys."""
+    found: list[int] = []
+    for name, value in vars(config).items():
+        if re.search(r"compress\w*_rat(e|io)", name):
+            values = list(value.values()) if isinstance(value, dict) else value
+            found += [rate for rate in (values if isinstance(values, list) else [values]) if isinstance(rate, int)]
+    return found
+
+
+def _position_limit(model: nn.Module, config: Any) -> int | None:
+    """The longest input, in tokens, of a model with learned positions or a stored mask; None for all others."""
+    names = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+    values = [getattr(config, name, None) for name in names]
+    limits = [value for value in values if isinstance(value, int) and value > 0]
+    learned = any(
+        isinstance(module, nn.Embedding) and re.search(r"pos|wpe", name) for name, module in model.named_modules()
+    )
+    masked = any(
+        buffer.dim() >= 2 and buffer.shape[-1] == buffer.shape[-2] and buffer.shape[-1] in limits
+        for buffer in model.buffers()
+    )
+    return min(limits) if limits and (learned or masked) else None
 
 
 def _random_ids(model: nn.Module, num_tokens: int, seed: int) -> Tensor:

@@ -15,7 +15,7 @@ _NOT_A_WINDOW = re.compile(r"layers|pattern|num_|mamba|conv|keep_window|period|t
 
 
 def config_of(model: nn.Module) -> Any:
-    """The text configuration of `model`, or None for a module without one (wrappers of the model are looked through)."""
+    """The text configuration of `model`, looking through wrappers, or None for a module without one."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and not isinstance(config, dict):
@@ -140,7 +140,7 @@ def _buffers(model: nn.Module) -> Iterator[None]:
 def sandbox(
     model: nn.Module, *, seed: int = 0, max_window_tokens: int | None = None
 ) -> Iterator[dict[str, nn.Parameter]]:
-    """Prepare `model` for inspection: eager attention, evaluation mode, uncompiled, own random state, stand-in parameters.
+    """Prepare `model` for inspection: eager attention, evaluation mode, uncompiled, stand-in parameters.
 
     Args:
         model: any module; every change is undone on the way out, also after an exception.
@@ -171,7 +171,7 @@ def sandbox(
                 stack.enter_context(_attributes(config, dict.fromkeys(long, max_window_tokens)))
         sizes = {size for _, size in shortened}
         for module in model.modules():
-            changes: dict[str, Any] = {"training": False}
+            changes: dict[str, Any] = {"training": False} if "training" in vars(module) else {}
             for name, value in vars(module).items():
                 if type(value) is int and value in sizes and _WINDOW_NAME.search(name):
                     changes[name] = max_window_tokens

@@ -23,6 +23,7 @@ class PerturbationReport:
         num_blocks: blocks checked.
         num_rows: listed rows that were moved one at a time.
         leaks: parameters with unlisted rows that move the logits, as "module: parameter".
+        steering: selectors of a block that move the logits, by another choice of keys or experts, as expected.
         inert: listed rows that do not move the logits, as "module: parameter row n".
         unchecked: blocks whose module could not be run alone, with the reason.
     """
@@ -30,6 +31,7 @@ class PerturbationReport:
     num_blocks: int
     num_rows: int
     leaks: tuple[str, ...]
+    steering: tuple[str, ...]
     inert: tuple[str, ...]
     unchecked: tuple[str, ...]
 
@@ -51,8 +53,8 @@ def perturbation_check(
 ) -> PerturbationReport:
     """Compare `result` with what noise on single rows does to the masked logits of each block.
 
-    Each block's module is run alone on the input that it gets in the model. Noise on every row that is listed neither as
-    query nor as key nor as bias must leave the logits exactly unchanged, in one go; noise on single listed rows must
+    Each block's module is run alone on the input that it gets in the model. Noise on every row that is listed neither
+    as query nor as key nor as bias must leave the logits exactly unchanged, in one go; noise on single listed rows must
     change them. The model is left as it was.
 
     Args:
@@ -64,6 +66,7 @@ def perturbation_check(
     Source: derived.
     """
     leaks: list[str] = []
+    steering: list[str] = []
     inert: list[str] = []
     unchecked: list[str] = []
     num_rows = 0
@@ -89,11 +92,11 @@ def perturbation_check(
             listed, unlisted = _split(block, module, stand_ins)
             with _Noise(unlisted, generator):
                 moved = not _same(base, logits())
-            if moved:
+            if moved:  # look for the culprit
                 for name, (parameter, rows) in unlisted.items():
                     with _Noise({name: (parameter, rows)}, generator):
                         if not _same(base, logits()):
-                            leaks.append(f"{block.module}: {name}")
+                            (steering if name in block.selectors else leaks).append(f"{block.module}: {name}")
             for name, dim, row in _sample(block, rows_per_range):
                 num_rows += 1
                 selected = torch.zeros_like(listed[name], dtype=torch.bool)
@@ -108,6 +111,7 @@ def perturbation_check(
         num_blocks=len(result.blocks),
         num_rows=num_rows,
         leaks=tuple(leaks),
+        steering=tuple(steering),
         inert=tuple(inert),
         unchecked=tuple(unchecked),
     )
@@ -174,7 +178,7 @@ def _logits(module: nn.Module, call: _Call) -> list[Tensor]:
             if event.logits is not None:
                 seen.append(event.logits.detach().clone())
                 continue
-            for query, key in zip(event.queries, event.keys):
+            for query, key in zip(event.queries, event.keys, strict=True):
                 groups = query.shape[-3] // key.shape[-3]
                 product = query @ key.repeat_interleave(groups, dim=-3).transpose(-1, -2)
                 if event.mask is not None and event.mask.is_floating_point():
@@ -200,7 +204,7 @@ def _with_gradients(value: Any) -> Any:
 
 
 def _same(first: list[Tensor], second: list[Tensor]) -> bool:
-    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second))
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def _split(

@@ -1,4 +1,4 @@
-"""Find where routing lives by differentiation, with no table of architectures: a forward pass on a few random tokens."""
+"""Find where routing lives with no table of architectures: differentiate one pass on a few random tokens."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from routeguard.routes._capture import AttentionEvent, Recorder
-from routeguard.routes._gradients import Findings, read_event
+from routeguard.routes._capture import Recorder
+from routeguard.routes._gradients import EventReader, Findings
 from routeguard.routes._probe_inputs import SLACK_TOKENS, longest_window, probe_inputs, run_model
 from routeguard.routes._rows import Ranges, row_layout
 from routeguard.routes._sandbox import sandbox
@@ -50,6 +49,8 @@ class ProbedBlock:
         global_attention: whether late queries see the first tokens.
         reach_tokens: the largest distance between a query and a key that it sees, in tokens.
         tensors: the parameters of the module on which queries, keys or values depend, in `named_parameters()` order.
+        selectors: unlisted parameters inside modules that choose with top-k (indexers, routers). A choice has no
+            gradient: they may steer what is attended to all the same. Empty unless the block selects.
     """
 
     module: str
@@ -57,6 +58,7 @@ class ProbedBlock:
     global_attention: bool
     reach_tokens: int
     tensors: tuple[ProbedTensor, ...]
+    selectors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,76 +114,109 @@ def probe_routes(
         raise ValueError(
             "probe_routes needs a forward pass, but parameters are on the meta device; load the weights first"
         )
-    if num_tokens < 8:
-        raise ValueError(f"num_tokens={num_tokens} is too short to tell a window from full attention; use at least 8")
     notes: list[str] = []
     inputs = probe_inputs(
         model, input_ids=input_ids, num_tokens=num_tokens, seed=seed, extra_inputs=extra_inputs, notes=notes
     )
-    findings: dict[str, Findings] = {}
-    generator = torch.Generator().manual_seed(seed)
-    order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
     with sandbox(model, seed=seed, max_window_tokens=longest_window(inputs)) as stand_ins:
-        names = {id(parameter): name for name, parameter in stand_ins.items()}
-
-        def on_layer(events: list[AttentionEvent], inputs: list[Tensor]) -> None:
-            for event in events:
-                read_event(model, event, inputs, names, findings, notes, generator)
-
-        recorder = Recorder(model, on_layer)
+        reader = EventReader(model, stand_ins, seed=seed)
+        recorder = Recorder(model, reader)
         with recorder.watch():
             run_model(model, inputs)
-        if not findings:
-            raise ValueError(
-                f"no attention call seen in {type(model).__name__}: {recorder.num_softmaxes} softmax calls, none over "
-                "a product of queries and keys, and no call through an attention interface or "
-                'scaled_dot_product_attention; load the model with attn_implementation="eager" (opaque kernels cannot '
-                "be seen), or the model has no softmax attention"
-            )
-        modules = dict(model.named_modules(remove_duplicate=False))
-        blocks = tuple(_block(name, found, order, modules) for name, found in findings.items())
-        notes += _selection_notes(blocks, recorder.selections, modules, names)
-    if recorder.num_opaque:
-        notes.append(
-            f"{recorder.num_opaque} attention calls showed no softmax: their reach is taken from the mask alone"
+        if reader.repeated:
+            # A block that runs twice in a layer feeds itself; cut it from its own first run as well.
+            again = EventReader(model, stand_ins, seed=seed)
+            recorder = Recorder(model, again, cut_at=frozenset(reader.findings))
+            with recorder.watch():
+                run_model(model, inputs)
+            reader = again
+        if not reader.findings:
+            raise ValueError(_nothing_found(model, reader, recorder))
+        selectors = {name: _selectors(name, reader, recorder) for name in reader.findings}
+        shapes = _Context(
+            order={name: index for index, name in enumerate(stand_ins)},
+            modules=dict(model.named_modules(remove_duplicate=False)),
+            num_tokens=int(inputs["input_ids"].shape[-1]),
         )
-    return ProbeResult(blocks=blocks, notes=tuple(dict.fromkeys(notes)))
+        blocks = tuple(_block(name, found, selectors[name], shapes) for name, found in reader.findings.items())
+    notes += _notes(blocks, reader, recorder)
+    return ProbeResult(blocks=blocks, notes=tuple(notes))
 
 
-def _block(name: str, found: Findings, order: dict[str, int], modules: dict[str, nn.Module]) -> ProbedBlock:
+@dataclass(frozen=True)
+class _Context:
+    order: dict[str, int]
+    modules: dict[str, nn.Module]
+    num_tokens: int
+
+
+def _block(name: str, found: Findings, selectors: tuple[str, ...], context: _Context) -> ProbedBlock:
     number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
     tensors = []
-    for parameter in sorted(found.masks, key=order.__getitem__):
+    for parameter in sorted(found.masks, key=context.order.__getitem__):
         masks = {role: mask for role, mask in found.masks[parameter].items() if bool(mask.any())}
         if masks:
-            dim, ranges = row_layout(masks, modules.get(parameter.rpartition(".")[0]))
+            dim, ranges = row_layout(masks, context.modules.get(parameter.rpartition(".")[0]))
             rows = {f"{role}_rows": ranges.get(role, ()) for role in ROLES}
             tensors.append(ProbedTensor(parameter=parameter, dim=dim, **rows))
+    listed = {tensor.parameter for tensor in tensors}
     return ProbedBlock(
         module=name,
         layer=int(number[1]) if number else None,
-        global_attention=found.reach >= found.num_queries - 1 - SLACK_TOKENS,
+        global_attention=found.reach >= context.num_tokens - 1 - SLACK_TOKENS,
         reach_tokens=found.reach,
         tensors=tuple(tensors),
+        selectors=tuple(selector for selector in selectors if selector not in listed),
     )
 
 
-def _selection_notes(
-    blocks: Iterable[ProbedBlock],
-    selections: set[tuple[str, ...]],
-    modules: dict[str, nn.Module],
-    names: dict[int, str],
-) -> list[str]:
+def _selectors(block: str, reader: EventReader, recorder: Recorder) -> tuple[str, ...]:
+    """Parameters of the modules inside a block that call top-k."""
+    inner = {path[-1] for path in recorder.selections if block in path and path[-1] != block}
+    return tuple(sorted({name for path in inner for name in reader.parameters_of(path)}))
+
+
+def _nothing_found(model: nn.Module, reader: EventReader, recorder: Recorder) -> str:
+    name = type(model).__name__
+    if reader.without_weights:
+        return (
+            f"attention calls seen in {name} ({_some(reader.without_weights)}), but no floating-point weight feeds "
+            "their queries; a quantised base without adapters has none: load it unquantised"
+        )
+    hidden = (
+        f" {_some(recorder.unreadable)} use nn.MultiheadAttention, which hides them;" if recorder.unreadable else ""
+    )
+    return (
+        f"no attention call seen in {name}: {recorder.num_softmaxes} softmax calls, none over a product of queries and "
+        "keys of several tokens, and no call through an attention interface or scaled_dot_product_attention;"
+        f"{hidden} load the "
+        'model with attn_implementation="eager" (opaque kernels cannot be seen), or it has no softmax attention'
+    )
+
+
+def _notes(blocks: Iterable[ProbedBlock], reader: EventReader, recorder: Recorder) -> list[str]:
     notes = []
-    for block in blocks:
-        inner = sorted({path[-1] for path in selections if block.module in path})
-        if inner:
-            listed = {tensor.parameter for tensor in block.tensors}
-            unseen = sorted(
-                {names[id(p)] for path in inner for p in modules[path].parameters() if id(p) in names} - listed
-            )
-            notes.append(
-                f"'{block.module}' selects with top-k in {', '.join(inner)}: a choice has no gradient, so parameters that "
-                f"steer it are not listed (unlisted there: {', '.join(unseen) or 'none'})"
-            )
+    selecting = [block.module for block in blocks if block.selectors]
+    if selecting:
+        notes.append(
+            f"{_some(selecting)} select with top-k; a choice has no gradient, so the parameters under `selectors` may "
+            "steer what is attended to without being listed"
+        )
+    if reader.not_over_tokens:
+        notes.append(f"left out, softmax not over tokens: {_some(reader.not_over_tokens)}")
+    if reader.without_weights:
+        notes.append(f"left out, no weight of their layer feeds the queries: {_some(reader.without_weights)}")
+    if reader.not_causal:
+        notes.append(f"not causal, queries see later tokens: {_some(reader.not_causal)}")
+    if recorder.opaque:
+        notes.append(f"no softmax seen, reach taken from the mask alone: {_some(recorder.opaque)}")
+    if recorder.unreadable:
+        notes.append(f"nn.MultiheadAttention cannot be looked into, left out: {_some(recorder.unreadable)}")
     return notes
+
+
+def _some(names: Iterable[str]) -> str:
+    """The names in order, shortened to the first five."""
+    listed = sorted(names)
+    more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
+    return ", ".join(listed[:5]) + more

@@ -1,0 +1,519 @@
+"""The autograd probe: known layouts, unknown classes, what must not appear, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from routeguard.routes._sandbox import sandbox
+from routeguard.routes.perturbation import perturbation_check
+from routeguard.routes.probe import ProbedBlock, ProbeResult, probe_routes
+from tests.zoo.build import build
+
+HIDDEN, HEADS, HEAD_DIM = 64, 4, 16
+
+
+def rows_of(block: ProbedBlock) -> dict[str, tuple[Any, ...]]:
+    """{name inside the block: (dim, query rows, key rows, value rows, bias rows)}."""
+    return {
+        tensor.parameter.rpartition(block.module + ".")[2]: (
+            tensor.dim,
+            tensor.query_rows,
+            tensor.key_rows,
+            tensor.value_rows,
+            tensor.bias_rows,
+        )
+        for tensor in block.tensors
+    }
+
+
+def last_global(result: ProbeResult) -> ProbedBlock:
+    return [block for block in result.blocks if block.global_attention][-1]
+
+
+def per_head(start: int, stop: int, step: int, count: int = HEADS) -> tuple[tuple[int, int], ...]:
+    return tuple((start + step * head, stop + step * head) for head in range(count))
+
+
+def query(*ranges: tuple[int, int], dim: int = 0) -> tuple[Any, ...]:
+    return dim, ranges, (), (), ()
+
+
+def key(*ranges: tuple[int, int], dim: int = 0) -> tuple[Any, ...]:
+    return dim, (), ranges, (), ()
+
+
+def value(*ranges: tuple[int, int], dim: int = 0) -> tuple[Any, ...]:
+    return dim, (), (), ranges, ()
+
+
+def bias(*ranges: tuple[int, int], dim: int = 0) -> tuple[Any, ...]:
+    return dim, (), (), (), ranges
+
+
+SEPARATE = {"q_proj.weight": query((0, 64)), "k_proj.weight": key((0, 32)), "v_proj.weight": value((0, 32))}
+NORMS = {"q_norm.weight": query((0, 16)), "k_norm.weight": key((0, 16))}
+BY_HEAD = (0, per_head(0, 16, 48), per_head(16, 32, 48), per_head(32, 48, 48), ())
+LATENT = {  # rank 28, rope 4, nope 12, value 10
+    "kv_a_proj_with_mqa.weight": (0, (), ((0, 32),), ((0, 28),), ()),
+    "kv_a_layernorm.weight": (0, (), ((0, 28),), ((0, 28),), ()),
+    "kv_b_proj.weight": (0, (), per_head(0, 12, 22), per_head(12, 22, 22), ()),
+}
+
+# What the last globally attending block of each layout must be, written from the modelling code.
+LAYOUTS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "llama": SEPARATE,
+    "olmo2": SEPARATE | {"q_norm.weight": query((0, 64)), "k_norm.weight": key((0, 32))},
+    "gpt2": {
+        "c_attn.weight": (1, ((0, 64),), ((64, 128),), ((128, 192),), ()),
+        "c_attn.bias": (0, ((0, 64),), ((64, 128),), ((128, 192),), ()),
+    },
+    "phi3": {"qkv_proj.weight": (0, ((0, 64),), ((64, 96),), ((96, 128),), ())},
+    "mpt": {"Wqkv.weight": (0, ((0, 64),), ((64, 128),), ((128, 192),), ())},
+    "gpt_neox": {"query_key_value.weight": BY_HEAD, "query_key_value.bias": BY_HEAD},
+    "bloom": {"query_key_value.weight": BY_HEAD, "query_key_value.bias": BY_HEAD},
+    "codegen": {"qkv_proj.weight": (0, per_head(0, 16, 48), per_head(32, 48, 48), per_head(16, 32, 48), ())},
+    "falcon": {"query_key_value.weight": (0, ((0, 64),), ((64, 80),), ((80, 96),), ())},
+    "falcon/groups": {
+        "query_key_value.weight": (0, per_head(0, 32, 64, 2), per_head(32, 48, 64, 2), per_head(48, 64, 64, 2), ())
+    },
+    "gpt_bigcode": {
+        "c_attn.weight": (0, ((0, 64),), ((64, 80),), ((80, 96),), ()),
+        "c_attn.bias": (0, ((0, 64),), ((64, 80),), ((80, 96),), ()),
+    },
+    "deepseek_v2": {
+        "q_a_proj.weight": query((0, 20)),
+        "q_a_layernorm.weight": query((0, 20)),
+        "q_b_proj.weight": query((0, 64)),
+        **LATENT,
+    },
+    "deepseek_v2/no_q_lora": {"q_proj.weight": query((0, 64)), **LATENT},
+    "kimi_linear": {"q_proj.weight": query((0, 64)), **LATENT},
+    "qwen3_next": {**SEPARATE, **NORMS, "q_proj.weight": query(*per_head(0, 16, 32))},
+    "gpt_oss": {
+        **SEPARATE,
+        "q_proj.bias": query((0, 64)),
+        "k_proj.bias": key((0, 32)),
+        "v_proj.bias": value((0, 32)),
+        "sinks": bias((0, 4)),
+    },
+    "doge": {
+        **SEPARATE,
+        **NORMS,
+        "A": bias((0, 2)),
+        "dt_proj.weight": bias((0, 2)),
+        "v_proj.weight": (0, (), (), ((0, 32),), ((0, 32),)),
+    },
+    "jetmoe": {
+        "experts.input_linear.weight": query((0, 32), dim=1),
+        "kv_proj.weight": (0, (), ((0, 32),), ((32, 64),), ()),
+    },
+    "gemma3n_text": {"q_proj.weight": query((0, 64)), "q_norm.weight": query((0, 16))},  # keys of an earlier layer
+    "gemma4_text/k_eq_v": {
+        "q_proj.weight": query((0, 96)),
+        "q_norm.weight": query((0, 24)),
+        "k_norm.weight": key((0, 24)),
+        "k_proj.weight": (0, (), ((0, 24),), ((0, 24),), ()),
+    },
+}
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_rows_of_known_layouts(case: str) -> None:
+    assert rows_of(last_global(probe_routes(build(case)))) == LAYOUTS[case]
+
+
+def test_mixed_queries_and_keys() -> None:
+    found = rows_of(last_global(probe_routes(build("zaya"))))
+    assert found["qkv_proj.q_proj.weight"] == (0, ((0, 64),), ((0, 64),), (), ())
+    assert found["qkv_proj.k_proj.weight"] == (0, ((0, 32),), ((0, 32),), (), ())
+    assert found["qkv_proj.conv_qk_grouped.weight"] == (0, ((0, 64),), ((64, 96),), (), ())
+    assert found["qk_norm.temp"] == key((0, 2))
+
+
+def test_shared_keys_are_listed_where_they_are_owned() -> None:
+    blocks = probe_routes(build("gemma3n_text")).blocks
+    owners = [any(tensor.key_rows for tensor in block.tensors) for block in blocks]
+    assert owners == [True, True, True, True, False, False]
+    assert all(any(tensor.query_rows for tensor in block.tensors) for block in blocks)
+
+
+def test_tied_blocks_appear_once_a_layer_under_the_parameter_that_is_named() -> None:
+    blocks = probe_routes(build("zamba")).blocks
+    assert [block.layer for block in blocks] == [1, 3, 5]
+    assert {tensor.parameter for block in blocks for tensor in block.tensors} == {
+        f"model.layers.1.shared_transf.self_attn.{name}_proj.weight" for name in "qkv"
+    }
+
+
+def test_built_in_adapters_belong_to_their_layer() -> None:
+    blocks = probe_routes(build("zamba2")).blocks
+    for index, block in enumerate(blocks):
+        adapters = {name for name in rows_of(block) if "_q_adapter_list" in name}
+        assert {name.rpartition("linear_q_adapter_list.")[2] for name in adapters} == {
+            f"{index}.0.weight",
+            f"{index}.1.weight",
+        }
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("qwen3_next", {3: True}),
+        ("bailing_hybrid", {2: True, 5: True}),  # linear layers are self_attn with q_proj and k_proj too
+        ("nemotron_h", {1: True, 5: True}),
+        ("olmo_hybrid", {3: True}),
+        ("recurrent_gemma", {2: False}),
+        ("mistral/window", {0: False, 1: False, 2: False, 3: False}),
+        ("gpt_neo", {0: True, 1: False, 2: True, 3: False}),
+        ("llama4_text", {0: False, 1: False, 2: False, 3: True, 4: False, 5: False}),
+    ],
+)
+def test_which_layers_attend_and_how_far(case: str, expected: dict[int, bool]) -> None:
+    assert {block.layer: block.global_attention for block in probe_routes(build(case)).blocks} == expected
+
+
+def test_reach_is_the_window_less_one() -> None:
+    model = build("mistral/window")
+    assert {block.reach_tokens for block in probe_routes(model).blocks} == {model.config.sliding_window - 1}
+
+
+def test_a_window_longer_than_the_pass_is_shortened_and_said_so() -> None:
+    model = build("mistral/window")
+    model.config.sliding_window = 4096
+    result = probe_routes(model)
+    assert not any(block.global_attention for block in result.blocks)
+    assert any("sliding_window=4096" in note for note in result.notes)
+    assert model.config.sliding_window == 4096
+
+
+def test_a_short_window_gets_a_longer_pass() -> None:
+    model = build("mistral/window")
+    model.config.sliding_window = 40
+    result = probe_routes(model)
+    assert {block.reach_tokens for block in result.blocks} == {39} and result.notes == ()
+
+
+def test_attention_over_layers_is_left_out_with_a_note() -> None:
+    result = probe_routes(build("inkling2_text"))
+    assert {block.module for block in result.blocks} == {f"model.layers.{layer}.self_attn" for layer in range(6)}
+    assert any("not over tokens" in note and "attention_input" in note for note in result.notes)
+
+
+def test_discrete_selection_is_said_not_guessed() -> None:
+    result = probe_routes(build("deepseek_v32"))
+    assert any("top-k" in note for note in result.notes)
+    for block in result.blocks:
+        assert any("indexer" in name for name in block.selectors)
+        assert not any("indexer" in tensor.parameter for tensor in block.tensors)
+
+
+# --- unknown classes --------------------------------------------------------------------------------------------------
+
+
+class HandWritten(nn.Module):
+    """Attention with raw [in, out] parameters and einsum, beside look-alikes with the same names."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.weights = nn.Parameter(torch.randn(HIDDEN, 3 * HIDDEN) / 8)  # [k | q | v] columns
+        self.router = nn.Linear(HIDDEN, 24, bias=False)
+        self.scale = nn.Parameter(torch.zeros(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        k, q, v = ((hidden @ self.weights).unflatten(-1, (3, HEADS, HEAD_DIM))).unbind(-3)
+        if self.kind == "linear":
+            state = torch.einsum("bshk,bshv->bhkv", F.softmax(k, dim=-1), v)
+            mixed = torch.einsum("bthk,bhkv->bthv", F.softmax(q, dim=-1), state)
+        else:
+            logits = torch.einsum("bshd,bthd->bhts", k, q * self.scale.exp()) / math.sqrt(HEAD_DIM)
+            ahead = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
+            far = torch.ones_like(ahead).tril(-6 if self.kind == "window" else -999)
+            mixed = torch.einsum("bhts,bshd->bthd", logits.masked_fill(ahead | far, float("-inf")).softmax(-1), v)
+        experts = F.softmax(self.router(hidden), dim=-1)  # [1, tokens, 24]: as square as attention over 24 tokens
+        return mixed.flatten(-2) * experts.amax(-1, keepdim=True)
+
+
+class Unknown(nn.Module):
+    """A decoder that no library knows."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, HIDDEN)
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return hidden @ self.embed.weight.T
+
+
+def test_unknown_class() -> None:
+    torch.manual_seed(0)
+    model = Unknown(HandWritten("linear"), HandWritten("full"), HandWritten("window"))
+    result = probe_routes(model)
+    assert [(block.module, block.layer, block.global_attention, block.reach_tokens) for block in result.blocks] == [
+        ("blocks.1", 1, True, 23),
+        ("blocks.2", 2, False, 5),
+    ]
+    for block in result.blocks:
+        assert rows_of(block) == {
+            "weights": (1, ((64, 128),), ((0, 64),), ((128, 192),), ()),
+            "scale": query((0, 1)),
+        }
+    assert perturbation_check(model, result).agrees
+
+
+class Fused(nn.Module):
+    """Attention through torch's fused function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN // 2)
+        self.v_proj = nn.Linear(HIDDEN, HIDDEN // 2)
+        self.position = nn.Parameter(torch.zeros(HEADS, 24))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        q, k, v = (
+            projection(hidden).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mask = self.position[:, None, :] + torch.full((24, 24), float("-inf")).triu(1)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return mixed.transpose(1, 2).flatten(-2)
+
+
+def test_fused_attention_of_an_unknown_class() -> None:
+    torch.manual_seed(0)
+    model = Unknown(Fused())
+    result = probe_routes(model)
+    (block,) = result.blocks
+    assert block.global_attention
+    assert rows_of(block) == {
+        "position": bias((0, 4)),
+        "q_proj.weight": query((0, 64)),
+        "q_proj.bias": query((0, 64)),
+        "k_proj.weight": key((0, 32)),
+        "k_proj.bias": key((0, 32)),
+        "v_proj.weight": value((0, 32)),
+        "v_proj.bias": value((0, 32)),
+    }
+    assert perturbation_check(model, result).agrees
+
+
+class Twice(nn.Module):
+    """Runs one attention block two times in a layer, so that its second input depends on its own values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = HandWritten("full")
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.attention(hidden + self.attention(hidden))
+
+
+def test_a_block_that_runs_twice_does_not_list_its_values_as_queries() -> None:
+    torch.manual_seed(0)
+    (block,) = probe_routes(Unknown(Twice())).blocks
+    assert block.module == "blocks.0.attention"
+    assert rows_of(block)["weights"] == (1, ((64, 128),), ((0, 64),), ((128, 192),), ())
+
+
+class Opaque(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(HIDDEN, HEADS, batch_first=True)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.attention(hidden, hidden, hidden)[0]
+
+
+def test_attention_that_cannot_be_seen_raises_or_is_noted() -> None:
+    with pytest.raises(ValueError, match=r"no attention call seen in Unknown.*MultiheadAttention"):
+        probe_routes(Unknown(Opaque()))
+    result = probe_routes(Unknown(Opaque(), HandWritten("full")))
+    assert [block.layer for block in result.blocks] == [1]
+    assert any("blocks.0.attention" in note for note in result.notes)
+
+
+def test_no_attention_raises_with_what_was_found() -> None:
+    with pytest.raises(
+        ValueError, match=r"no attention call seen in Unknown: 3 softmax.*attn_implementation=\"eager\""
+    ):
+        probe_routes(Unknown(HandWritten("linear")))
+
+
+def test_bad_input_raises() -> None:
+    with pytest.raises(ValueError, match="meta device"):
+        probe_routes(build("llama", device="meta"))
+    with pytest.raises(ValueError, match="at least 8"):
+        probe_routes(build("llama"), num_tokens=4)
+    with pytest.raises(ValueError, match="vocabulary"):
+        probe_routes(nn.Linear(3, 3))
+    broken = build("llama")
+    broken.model.layers[1].self_attn.q_proj.weight.data[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"queries of 'model.layers.1.self_attn' are not finite"):
+        probe_routes(broken)
+
+
+# --- wrappers, types, zeros -------------------------------------------------------------------------------------------
+
+
+def adapted(case: str, **config: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    return peft.get_peft_model(build(case), peft.LoraConfig(r=2, **config))
+
+
+def test_fresh_adapters_are_listed_although_their_product_is_zero() -> None:
+    model = adapted("qwen3_next", target_modules=["q_proj", "k_proj", "v_proj"])
+    result = probe_routes(model)
+    (block,) = result.blocks
+    assert block.module == "base_model.model.model.layers.3.self_attn"
+    found = rows_of(block)
+    gated = query(*per_head(0, 16, 32))
+    assert found["q_proj.base_layer.weight"] == found["q_proj.lora_B.default.weight"] == gated
+    assert found["q_proj.lora_A.default.weight"] == query((0, 2))
+    assert found["k_proj.lora_B.default.weight"] == key((0, 32))
+    assert perturbation_check(model, result).agrees
+
+
+def test_dora_on_a_fused_conv1d() -> None:
+    model = adapted("gpt2", target_modules=["c_attn"], use_dora=True, fan_in_fan_out=True)
+    result = probe_routes(model)
+    found = rows_of(result.blocks[0])
+    thirds = ((0, 64),), ((64, 128),), ((128, 192),), ()
+    assert found["c_attn.base_layer.weight"] == (1, *thirds)
+    assert found["c_attn.lora_B.default.weight"] == found["c_attn.lora_magnitude_vector.default.weight"] == (0, *thirds)
+    assert found["c_attn.lora_A.default.weight"] == (0, ((0, 2),), ((0, 2),), ((0, 2),), ())
+    assert perturbation_check(model, result).agrees
+
+
+def test_zero_weights_hide_nothing() -> None:
+    model = build("qwen3_next")
+    attention = model.model.layers[3].self_attn
+    expected = rows_of(probe_routes(model).blocks[0])
+    for parameter in attention.parameters():
+        parameter.data.zero_()
+    assert rows_of(probe_routes(model).blocks[0]) == expected
+    assert not any(parameter.any() for parameter in attention.parameters())
+
+
+def test_half_precision_compiled_and_without_gradients() -> None:
+    model = build("phi3")
+    expected = [rows_of(block) for block in probe_routes(model).blocks]
+    with torch.no_grad():
+        assert [rows_of(block) for block in probe_routes(model).blocks] == expected
+    with torch.inference_mode():
+        assert [rows_of(block) for block in probe_routes(model).blocks] == expected
+    compiled = probe_routes(torch.compile(model))
+    assert [block.module for block in compiled.blocks] == [f"_orig_mod.model.layers.{n}.self_attn" for n in range(4)]
+    assert [rows_of(block) for block in compiled.blocks] == expected
+    assert [rows_of(block) for block in probe_routes(model.to(torch.bfloat16)).blocks] == expected
+
+
+def test_gradient_hooks_of_the_user_neither_run_nor_distort() -> None:
+    model = build("llama")
+    seen: list[int] = []
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    weight.register_hook(lambda gradient: seen.append(1) or torch.zeros_like(gradient))
+    assert rows_of(probe_routes(model).blocks[0]) == SEPARATE
+    assert not seen
+
+
+# --- nothing is left behind -------------------------------------------------------------------------------------------
+
+
+def fingerprint(model: nn.Module) -> list[Any]:
+    from transformers.modeling_utils import AttentionInterface
+
+    found: list[Any] = [AttentionInterface.get_interface, AttentionInterface.__getitem__, F.softmax, torch.softmax]
+    found += [sorted(vars(AttentionInterface)), torch.get_rng_state().tolist(), copy.deepcopy(vars(model.config))]
+    for name, module in model.named_modules():
+        hooks = [len(module._forward_hooks), len(module._forward_pre_hooks), len(module._forward_hooks_always_called)]
+        found.append((name, id(module), module.training, hooks))
+        found += [(key, value) for key, value in vars(module).items() if isinstance(value, int | str | float)]
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        grad = None if tensor.grad is None else (id(tensor.grad), tensor.grad.tolist())
+        found.append((name, id(tensor), tensor.requires_grad, tensor._version, grad, tensor.detach().tolist()))
+    return found
+
+
+@pytest.mark.parametrize("case", ["gpt_oss", "mistral/window", "qwen3_next", "gpt_neo"])
+def test_the_model_is_left_as_it_was(case: str) -> None:
+    model = build(case).train()
+    model.config.sliding_window = 4096
+    model.set_attn_implementation("eager")
+    model.get_output_embeddings().weight.requires_grad_(False)
+    first = next(model.parameters())
+    first.grad = torch.ones_like(first)
+    before = fingerprint(model)
+    result = probe_routes(model)
+    assert fingerprint(model) == before
+    assert perturbation_check(model, replace(result, blocks=result.blocks[-1:])).agrees
+    assert fingerprint(model) == before
+
+
+def test_the_model_is_left_as_it_was_after_an_exception() -> None:
+    model = build("llama")
+    model.model.layers[2].mlp.register_forward_hook(lambda *_: 1 / 0)
+    before = fingerprint(model)
+    with pytest.raises(ZeroDivisionError):
+        probe_routes(model)
+    assert fingerprint(model) == before
+
+
+def test_the_fingerprint_notices_changes() -> None:
+    model = build("llama")
+    before = fingerprint(model)
+    with sandbox(model):
+        assert fingerprint(model) != before
+    assert fingerprint(model) == before
+    model.model.layers[0].self_attn.q_proj.weight.data[0, 0] += 1
+    assert fingerprint(model) != before
+
+
+# --- the second check is able to disagree -----------------------------------------------------------------------------
+
+
+def tampered(result: ProbeResult, name: str, **rows: tuple[tuple[int, int], ...]) -> ProbeResult:
+    (block,) = result.blocks[-1:]
+    tensors = tuple(replace(t, **rows) if t.parameter.endswith(name) else t for t in block.tensors)
+    assert tensors != block.tensors
+    return replace(result, blocks=(replace(block, tensors=tensors),))
+
+
+def test_perturbation_finds_rows_that_are_missing_and_rows_that_do_nothing() -> None:
+    model = build("qwen3_next")
+    result = probe_routes(model)
+    assert perturbation_check(model, result).agrees
+    missing = perturbation_check(model, tampered(result, "k_proj.weight", key_rows=((0, 31),)))
+    assert missing.leaks == ("model.layers.3.self_attn: model.layers.3.self_attn.k_proj.weight",)
+    gate = perturbation_check(model, tampered(result, "q_proj.weight", query_rows=((0, 128),)), rows_per_range=8)
+    assert gate.inert and not gate.leaks and not gate.agrees
+    absent = replace(result, blocks=(replace(result.blocks[0], module="model.layers.0.linear_attn"),))
+    assert perturbation_check(model, absent).unchecked
+
+
+def test_perturbation_attributes_selectors() -> None:
+    model = build("deepseek_v32")
+    result = probe_routes(model)
+    report = perturbation_check(model, result)
+    assert report.agrees and report.steering
+    blind = replace(result, blocks=tuple(replace(block, selectors=()) for block in result.blocks))
+    assert perturbation_check(model, blind).leaks == report.steering
+
+
+def test_readable() -> None:
+    text = str(probe_routes(build("gpt2")))
+    assert "transformer.h.0.attn (layer 0, global)" in text
+    assert "transformer.h.0.attn.c_attn.weight dim 1: query ((0, 64),), key ((64, 128),)" in text
