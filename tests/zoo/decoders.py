@@ -8,10 +8,10 @@ from tests.zoo.tiny import WINDOW
 # The generic tiny config is all these need.
 PLAIN = """
     afmoe apertus apertus1p5_text arcee aria_text beam biogpt bitnet bloom cohere cohere2 cohere2_moe cwm diffllama
-    ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma4_unified_text glm
+    ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text glm
     glm4 glm4_moe gpt-sw3 gpt2 gpt_neox gpt_neox_japanese gpt_oss granite granite_swa granitemoe granitemoe_swa
     granitemoeshared hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1
-    llama llama4_text mimo_v2_flash minimax_m2 ministral nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi
+    llama llama4_text mimo_v2_flash minimax_m2 nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi
     phimoe qwen3_moe sarvam_moe seed_oss solar_open stablelm starcoder2 trocr vaultgemma xglm
     openai-gpt mpt
 """
@@ -25,6 +25,8 @@ WINDOWED = [
     text("dots1/window", max_window_layers=3, use_sliding_window=True, sliding_window=WINDOW),
     text("laguna", layer_types=MIXED_LAYERS),
     text("mellum", layer_types=MIXED_LAYERS),
+    text("ministral", layer_types=MIXED_LAYERS),
+    text("ministral/window"),
     text("ministral3", sliding_window=None),
     text("ministral3/window", sliding_window=WINDOW),
     text("mistral", sliding_window=None),
@@ -39,14 +41,10 @@ WINDOWED = [
     text("gpt_neo", attention_types=[[["global", "local"], 2]]),
     text("gpt_neo/global", attention_types=[[["global"], 4]]),
     text("dory", n_input_layers=1, n_output_layers=1),
-    *(
-        Case
-        for model_type in ("qwen2", "qwen3")
-        for Case in (
-            text(model_type),
-            text(f"{model_type}/window", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=3),
-        )
-    ),
+    text("qwen2"),
+    text("qwen2/window", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=3),
+    text("qwen3"),
+    text("qwen3/window", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=3),
     text("qwen2_moe"),
     text("qwen2_moe/window", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=3),
     text("qwen3_moe/window", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=3),
@@ -55,14 +53,18 @@ WINDOWED = [
     text("minimax_m3_vl_text", layer_types=["full_attention", "minimax_m3_sparse"] * 3),
 ]
 
+COMPASS_TEXT = {
+    "layer_types": MIXED_LAYERS,
+    "rope_parameters": {"full_attention": mrope(4, 2, 2), "sliding_attention": mrope(4, 2, 2)},
+}
 OPTIONS = [
     text("llama/bias", attention_bias=True),
     text("llama/heads", num_key_value_heads=4),
-    text("phi/qk_norm", qk_layernorm=True),
+    text("phi/qk_norm", hidden_size=64, qk_layernorm=True),
     text("stablelm/qk_norm", qk_layernorm=True),
     text("cohere/qk_norm", use_qk_norm=True),
     text("glm4_moe/qk_norm", use_qk_norm=True),
-    text("cohere_compass_text", rope_parameters={"full_attention": mrope(4, 2, 2)}),
+    text("cohere_compass_text", **COMPASS_TEXT),
 ]
 
 FUSED = [
@@ -135,6 +137,7 @@ LATENT = [
 
 SHARED_KEYS = [
     text("gemma3n_text", **GEMMA3N_TEXT),
+    text("gemma4_unified_text", global_head_dim=24),
     text("gemma4_text", global_head_dim=24),
     text("gemma4_text/k_eq_v", global_head_dim=24, attention_k_eq_v=True, num_global_key_value_heads=1),
     text(

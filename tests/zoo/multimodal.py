@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from tests.zoo.case import Case, image_text, mrope, runs, stub_tower
-from tests.zoo.decoders import GEMMA3N_TEXT, MIXED_LAYERS
+from tests.zoo.decoders import COMPASS_TEXT, GEMMA3N_TEXT, MIXED_LAYERS
 from tests.zoo.hybrids import INKLING_LOOP, NEMOTRON_TEXT, QWEN4_TEXT
 from tests.zoo.tiny import NUM_TOKENS, WINDOW
 
 PLAIN = """
-    aria aya_vision cohere2_vision deepseek_vl exaone4_5 gemma3 gemma4_unified git got_ocr2 hyperclovax_vision_v2 idefics2 idefics3
+    aria aya_vision cohere2_vision deepseek_vl exaone4_5 gemma3 git got_ocr2 hyperclovax_vision_v2 idefics3
     internvl kimi_k25 lfm3_vl lighton_ocr llava llava_next llava_next_video llava_onevision minicpm_ocr minicpmv4_6
-    minicpmv4_7 mistral3 mistral4 mistral_large4 mllama muse_glimmer ovis2 paligemma pp_chart2table qianfan_ocr qwen3_5 qwen3_5_moe qwen3_vl
+    minicpmv4_7 mistral4 mistral_large4 mllama muse_glimmer ovis2 paligemma pp_chart2table qianfan_ocr qwen3_5 qwen3_5_moe qwen3_vl
     qwen3_vl_moe cosmos3_omni shieldgemma2 smolvlm video_llama_3 video_llava vipllava
 """
 
@@ -22,7 +22,7 @@ TINY_VQ = {"channel_multiplier": [1, 1], "num_embeddings": 16}
 
 WITH_OVERRIDES = [
     image_text("chameleon", vocabulary_map={"<image>": 90}, vq_config=TINY_VQ),
-    image_text("cohere_compass", text_config={"rope_parameters": {"full_attention": mrope(4, 2, 2)}}),
+    image_text("cohere_compass", text_config=COMPASS_TEXT),
     image_text("cosmos3_edge", text_config=MROPE_TEXT),
     image_text(
         "deepseek_ocr2",
@@ -45,13 +45,14 @@ WITH_OVERRIDES = [
     ),
     image_text("minimax_m3_vl", text_config={"layer_types": ["full_attention", "minimax_m3_sparse"] * 3}),
     image_text("gemma4", text_config={"global_head_dim": 24}),
+    image_text("gemma4_unified", text_config={"global_head_dim": 24}),
     *(image_text(name, text_config=MROPE_TEXT) for name in ("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl")),
     image_text("glm4v_moe", text_config={"rope_parameters": mrope(2, 1, 1, partial_rotary_factor=0.5)}),
     image_text(
         "glm5_next", text_config={"index_kpool": 4, "linear_head_dim": 8, "linear_num_heads": 4, "qk_rope_head_dim": 0}
     ),
     image_text("granite4_vision", deepstack_layer_map=[[0, 0]], spatial_target_layers=[1], downsample_rate="1/2"),
-    image_text("granite_docling", vision_config={"out_hidden_size": 64}),
+    image_text("granite_docling"),
     image_text("hunyuan_vl", text_config=MROPE_TEXT),
     image_text("hy_v4_vl", text_config={"rope_parameters": mrope(1, 1, 0)}),
     image_text("inkling2"),
@@ -61,6 +62,8 @@ WITH_OVERRIDES = [
         text_config={"local_layer_ids": [0, 1, 3, 4]},
         vision_config={"num_hidden_layers": 6, "patch_size": 4},
     ),
+    *(image_text(name, text_config={"sliding_window": None}) for name in ("idefics2", "mistral3")),
+    image_text("mistral3/window", text_config={"sliding_window": WINDOW}),
     image_text("janus", vq_config={**TINY_VQ, "latent_channels": 8, "image_token_embed_dim": 32, "projection_dim": 32}),
     image_text("lfm2_vl", text_config={"full_attn_idxs": [2, 5]}),
     # The wrapper's forward always raises in transformers 5.24: it reads a field that its text model does not return.

@@ -14,7 +14,7 @@ WINDOW = 8
 NUM_TOKENS = 24  # of an example input; longer than any window
 
 # A field named here is set whenever the class has it. H * head_dim = 64, KV * head_dim = 32 and hidden = 48 are all
-# different, so that a mix-up of two of them changes a shape. Classes without head_dim get hidden = 64 instead.
+# different, so that a mix-up of two of them changes a shape.
 TINY_FIELDS: dict[str, Any] = {
     # sizes of the decoder
     "vocab_size": VOCAB_SIZE,
@@ -177,6 +177,15 @@ TINY_FIELDS: dict[str, Any] = {
 }
 
 
+# Model types that derive head_dim from hidden_size; they (and towers) get hidden_size = 64.
+SQUARE = frozenset(
+    """
+    axk1 bitnet blt blt_global_transformer blt_local_decoder blt_local_encoder blt_patcher chameleon deepseek_v3
+    glm4_moe_lite glm4v_text kimi_linear mllama_text_model olmoe qwen2_5_vl_text qwen2_vl_text sarvam_mla stablelm
+    youtu zamba zamba2
+    """.split()  # noqa: SIM905
+)
+
 # Fields whose default None means "switched off"; a tiny value would switch them on.
 OPTIONAL_FIELDS = frozenset(
     {
@@ -201,7 +210,10 @@ def tiny_fields(config_class: type, overrides: Mapping[str, Any]) -> dict[str, A
         if name in defaults and not (name in OPTIONAL_FIELDS and defaults[name] is None)
     }
     if "hidden_size" in defaults and "head_dim" not in defaults:
-        fields["hidden_size"] = NUM_HEADS * HEAD_DIM
+        if "vocab_size" in defaults and "num_key_value_heads" in defaults and config_class.model_type not in SQUARE:
+            fields["head_dim"] = HEAD_DIM  # not a field, but read where present
+        else:
+            fields["hidden_size"] = NUM_HEADS * HEAD_DIM
     if "layer_types" in defaults and "num_hidden_layers" in defaults:
         fields["num_hidden_layers"] = 6
     if "kv_lora_rank" in defaults:
