@@ -82,8 +82,16 @@ class Reference:
             return self.tensors[name]
         if dim != self.dims[name]:
             raise ValueError(f"rows of {name!r} lie along dimension {self.dims[name]} in the reference, asked for {dim}")
-        total = self.routes[name][0].shape[dim] if self.routes[name] else self.tensors[name].shape[dim]
-        return take_rows(self.tensors[name], locate_rows(self.rows[name], rows, total=total, what=name), dim)
+        located = locate_rows(self.rows[name], rows, total=self.shape(name)[dim], what=name)
+        return take_rows(self.tensors[name], located, dim)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the whole parameter, of which `tensors[name]` may be only some rows."""
+        shape = list(self.tensors[name].shape)
+        if self.rows[name] is not None:
+            route = self.routes[name][0]  # rows of an adapter's B or magnitude are rows of the routed weight
+            shape[self.dims[name]] = route.shape[route.dim]
+        return tuple(shape)
 
 
 def capture_reference(model: nn.Module, held: Sequence[Held], *, origin: str = "live weights") -> Reference:

@@ -1,0 +1,260 @@
+"""Put routing back in a model in memory, for good (`restore`) or for a while (`restored`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from routeguard.protect.held import Held, held_parameters
+from routeguard.protect.modes import Interpolate, QKPro, QKRestore, Restoration, as_restoration
+from routeguard.protect.rows import put_rows, take_rows
+from routeguard.restore.adapters import adapted_modules, adapter_drift, refuse_merged, restored_adapter
+from routeguard.restore.lookup import open_reference
+from routeguard.restore.meaning import check_same_meaning, meaning_of
+from routeguard.restore.methods import interpolated, qk_pro_values
+from routeguard.restore.reference import Reference, refuse_without_local_values
+from routeguard.restore.report import LayerRestore, RestoreReport
+from routeguard.restore.sources import ReferenceSource
+from routeguard.routes.collection import ROUTING_ROLES, Role, Route, Routes
+from routeguard.routes.find import find_routes
+from routeguard.routes.in_memory import is_quantised
+
+_WORTH_A_NOTE = 0.01  # share of entries that rounding kept from moving
+
+
+@dataclass(frozen=True, eq=False)
+class _Change:
+    """New values for the held rows of one parameter."""
+
+    held: Held
+    values: Tensor
+
+
+def restore(
+    model: nn.Module,
+    reference: ReferenceSource,
+    *,
+    method: str | Restoration = "qk",
+    roles: Iterable[Role] = ROUTING_ROLES,
+    layers: Iterable[int] | None = None,
+    norms: bool = False,
+    insist: bool = False,
+    routes: Routes | None = None,
+) -> RestoreReport:
+    """Put the queries and keys of the full-attention layers back to their start, in place; all else stays as tuned.
+
+    Args:
+        model: the tuned model, wrapped in PEFT, `torch.compile` or DDP or not.
+        reference: the start: a model, a state dict, a checkpoint folder, a safetensors file, or what a guarded run kept.
+        method: "qk" (QK-Restore, the paper's Algorithm 1), "qk_pro" (ridge form, §7.4), "interpolate", or one of the
+            objects `QKRestore()`, `QKPro(ridge=…)`, `Interpolate(alpha=…)`. Default "qk".
+        roles: "query", "key", and for ablations "value" and "output". Default: query and key.
+        layers: only these decoder layers. Default: every full-attention layer.
+        norms: also the gains of query and key norms. Default: no (as in the paper).
+        insist: go on although the two models differ in what gives the weights their meaning. Default: no.
+        routes: routes of `model`, if at hand; `roles`, `layers` and `norms` are then taken from them.
+
+    Returns:
+        A `RestoreReport`: per layer the tensors, rows, drift before, bytes changed; and notes.
+
+    Raises:
+        ValueError: another model, missing tensors, NaN, merged adapters, an adapter whose start the reference does not
+            hold, a layer where QK-Pro is not defined, parameters split over processes. The model is then unchanged.
+    """
+    changes, report = _plan(model, reference, method, roles, layers, norms, insist, routes)
+    _write(changes)
+    return report
+
+
+@contextmanager
+def restored(
+    model: nn.Module,
+    reference: ReferenceSource,
+    *,
+    method: str | Restoration = "qk",
+    roles: Iterable[Role] = ROUTING_ROLES,
+    layers: Iterable[int] | None = None,
+    norms: bool = False,
+    insist: bool = False,
+    routes: Routes | None = None,
+) -> Iterator[RestoreReport]:
+    """`with restored(model, start): evaluate(model)`: the repaired weights inside, the tuned ones back bit for bit after.
+
+    Arguments and errors are those of `restore`. The tuned rows come back on exceptions too.
+    """
+    changes, report = _plan(model, reference, method, roles, layers, norms, insist, routes)
+    tuned = [
+        replace(change, values=take_rows(change.held.parameter.detach(), change.held.rows, change.held.dim).clone())
+        for change in changes
+    ]
+    _write(changes)
+    try:
+        yield report
+    finally:
+        _write(tuned)
+
+
+@torch.no_grad()
+def _write(changes: Sequence[_Change]) -> None:
+    for change in changes:
+        put_rows(change.held.parameter, change.held.rows, change.values, change.held.dim)
+
+
+@torch.no_grad()
+def _plan(
+    model: nn.Module,
+    source: ReferenceSource,
+    method: str | Restoration,
+    roles: Iterable[Role],
+    layers: Iterable[int] | None,
+    norms: bool,
+    insist: bool,
+    routes: Routes | None,
+) -> tuple[list[_Change], RestoreReport]:
+    """Everything `restore` is about to write, and what it will say; changes nothing."""
+    mode = as_restoration(method)
+    if mode is None:
+        raise ValueError("method=None restores nothing; choose 'qk', 'qk_pro' or 'interpolate'")
+    if routes is None:
+        routes = find_routes(model, roles=roles, layers=layers, norms=norms)
+    if isinstance(mode, QKPro):
+        _refuse_other_roles(routes)
+    refuse_merged(model, routes.routes)
+    held = held_parameters(model, routes)
+    for piece in held:
+        refuse_without_local_values(piece.name, piece.parameter)
+    reference = open_reference(source, model, held)
+    notes = [*check_same_meaning(meaning_of(model), reference.meaning, insist=insist), *reference.notes]
+    movable = [piece for piece in held if not is_quantised(piece.parameter)]
+    if len(movable) < len(held):
+        notes.append(
+            f"{len(held) - len(movable)} routed base weights are quantised and carry no adapter: they cannot have moved, and "
+            "are left alone (nothing is requantised)"
+        )
+    _refuse_not_finite(movable, reference)
+    values, method_notes = _new_values(model, movable, routes, reference, mode)
+    changes = [_Change(piece, values[piece.name]) for piece in movable if piece.name in values]
+    notes += [*_conversion_notes(movable, reference), *method_notes]
+    per_layer = _per_layer(model, routes, changes, movable, reference)
+    if changes and not any(layer.changed_bytes for layer in per_layer):
+        notes.append("nothing had moved: every row already equals what was written")
+    return changes, RestoreReport(_describe(mode), reference.origin, per_layer, tuple(notes))
+
+
+def _refuse_other_roles(routes: Routes) -> None:
+    found = tuple(dict.fromkeys(route.role for route in routes))
+    if set(found) != {"query", "key"}:
+        raise ValueError(
+            f"QK-Pro solves for queries given keys, so roles must be query and key; found {', '.join(found)}. "
+            "Use method='qk' for other roles"
+        )
+
+
+def _refuse_not_finite(held: Sequence[Held], reference: Reference) -> None:
+    bad = [f"{p.name} in the model" for p in held if not take_rows(p.parameter.detach(), p.rows, p.dim).isfinite().all()]
+    bad += [f"{name} in the reference" for name, values in reference.tensors.items() if not values.isfinite().all()]
+    if bad:
+        raise ValueError(
+            f"NaN or infinite routing weights: {', '.join(bad[:4])}{f' and {len(bad) - 4} more' if len(bad) > 4 else ''}; "
+            "a run that diverged cannot be repaired by its queries and keys, use an earlier checkpoint"
+        )
+
+
+def _new_values(
+    model: nn.Module, held: Sequence[Held], routes: Routes, reference: Reference, mode: Restoration
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    values: dict[str, Tensor] = {}
+    for group in adapted_modules(held).values():
+        values |= restored_adapter(model, group, reference, mode)
+    base = [piece for piece in held if piece.part == "base"]
+    if isinstance(mode, QKPro):
+        pro, notes = qk_pro_values(base, routes, reference, mode) if base else ({}, ())
+        return values | pro, notes
+    lost = 0.0
+    for piece in base:
+        start = reference.values(piece.canonical, piece.rows, piece.dim)
+        if isinstance(mode, QKRestore):
+            values[piece.name] = start.to(piece.parameter.dtype)
+        else:
+            tuned = take_rows(piece.parameter.detach(), piece.rows, piece.dim)
+            values[piece.name], share = interpolated(tuned, start, mode.alpha)
+            lost = max(lost, share)
+    if lost >= _WORTH_A_NOTE:
+        dtype = str(base[0].parameter.dtype).removeprefix("torch.")
+        return values, (f"rounding to {dtype} kept up to {lost:.0%} of a tensor's entries at their tuned value",)
+    return values, ()
+
+
+def _conversion_notes(held: Sequence[Held], reference: Reference) -> list[str]:
+    pairs: dict[tuple[torch.dtype, torch.dtype], int] = {}
+    for piece in held:
+        start = reference.tensors.get(piece.canonical)
+        if start is not None and start.dtype != piece.parameter.dtype:
+            pair = (start.dtype, piece.parameter.dtype)
+            pairs[pair] = pairs.get(pair, 0) + 1
+    return [
+        f"{count} tensors converted from the reference's {str(have).removeprefix('torch.')} to {str(want).removeprefix('torch.')} "
+        f"({'exact' if torch.promote_types(have, want) == want else 'rounded'})"
+        for (have, want), count in pairs.items()
+    ]
+
+
+def _per_layer(
+    model: nn.Module, routes: Routes, changes: Sequence[_Change], held: Sequence[Held], reference: Reference
+) -> tuple[LayerRestore, ...]:
+    drift = _drift_before(model, routes, held, reference)
+    by_layer: dict[int, list[_Change]] = {}
+    for change in changes:
+        by_layer.setdefault(change.held.routes[0].layer, []).append(change)
+    return tuple(
+        LayerRestore(
+            layer=layer,
+            tensors=tuple(change.held.name for change in members),
+            num_rows=sum(c.values.shape[c.held.dim] for c in members if c.held.part != "lora_A"),
+            drift_before={role: value for (at, role), value in drift.items() if at == layer},
+            changed_bytes=sum(_changed_bytes(change) for change in members),
+        )
+        for layer, members in sorted(by_layer.items())
+    )
+
+
+def _drift_before(
+    model: nn.Module, routes: Routes, held: Sequence[Held], reference: Reference
+) -> dict[tuple[int, str], float]:
+    """(layer, role) to ‖W − W₀‖ / ‖W₀‖ over the weights of that role."""
+    bases = {piece.name: piece for piece in held if piece.part == "base"}
+    groups = adapted_modules(held)
+    sums: dict[tuple[int, str], tuple[float, float] | None] = {}
+    for route in routes:
+        if route.kind != "weight":
+            continue
+        squares: tuple[float, float] | None = None
+        if route.parameter in groups:
+            squares = adapter_drift(model, groups[route.parameter], reference, route)
+        elif route.parameter in bases:
+            squares = _base_drift(bases[route.parameter], route, reference)
+        cell = (route.layer, route.role)
+        so_far = sums.get(cell, (0.0, 0.0))
+        sums[cell] = None if squares is None or so_far is None else (so_far[0] + squares[0], so_far[1] + squares[1])
+    return {cell: (s[0] / s[1]) ** 0.5 for cell, s in sums.items() if s is not None and s[1] > 0}
+
+
+def _base_drift(piece: Held, route: Route, reference: Reference) -> tuple[float, float]:
+    start = reference.values(piece.canonical, route.rows, route.dim).float()
+    tuned = take_rows(piece.parameter.detach(), route.rows, route.dim).float().cpu()
+    return float((tuned - start).double().square().sum()), float(start.double().square().sum())
+
+
+def _changed_bytes(change: _Change) -> int:
+    now = take_rows(change.held.parameter.detach(), change.held.rows, change.held.dim)
+    return int((now != change.values.to(now.device)).sum()) * now.element_size()
+
+
+def _describe(mode: Restoration) -> str:
+    if isinstance(mode, QKPro):
+        return f"QK-Pro (ridge {mode.ridge:g})"
+    return f"interpolation (alpha {mode.alpha:g})" if isinstance(mode, Interpolate) else "QK-Restore"

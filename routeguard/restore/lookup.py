@@ -1,0 +1,227 @@
+"""`open_reference`: find the start value of every held row in whatever serves as the reference."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+
+import torch
+from torch import Tensor, nn
+
+from routeguard.protect.held import Held, peft_configs
+from routeguard.protect.rows import put_rows, take_rows
+from routeguard.restore.reference import Reference
+from routeguard.restore.sources import ReferenceSource, Source, as_source
+from routeguard.routes.collection import Route, Rows, merge_rows
+from routeguard.routes.in_memory import is_quantised
+from routeguard.routes.names import canonical_name
+
+Place = tuple[int, str, str, bool, int]  # layer, role, kind, shared, position among those
+
+
+def open_reference(source: ReferenceSource, model: nn.Module, held: Sequence[Held]) -> Reference:
+    """Read the start values of the held rows, under the canonical names of `model`.
+
+    A tensor is matched by canonical name and shape; failing that, by layer, role and kind (checkpoints store some models
+    under other names, or fused where the model is split), row for row. For an adapter the reference holds its initial
+    tensors if the source has them, else the base weight that it sits on.
+
+    Args:
+        source: a model, a state dict, a checkpoint folder, a safetensors file, a `Reference`, or the sidecar of a
+            guarded run (the file, the folder `routeguard/`, or the run's folder). Only the held rows are read.
+        model: the model that the values are for.
+        held: from `held_parameters(model, routes)`.
+
+    Returns:
+        A `Reference` with the source's dtypes, its meaning, and notes on what was matched by place.
+
+    Raises:
+        ValueError: tensors are missing or have another shape (another model), with what was asked and found.
+    """
+    opened = as_source(source, model)
+    lookup = _Lookup(opened, [route for piece in held for route in piece.routes])
+    for group in _by_adapted_module(held).values():
+        lookup.adapter(group, list(peft_configs(model)))
+    for piece in held:
+        if piece.part == "base" and not is_quantised(piece.parameter):
+            lookup.base(piece.canonical, tuple(piece.parameter.shape), piece.rows, piece.dim, piece.routes)
+    return lookup.finish()
+
+
+class _Lookup:
+    """Collects start values one tensor at a time, and everything that is missing."""
+
+    def __init__(self, source: Source, routes: Sequence[Route]) -> None:
+        self.source = source
+        self.places = _places([_canonical(route) for route in dict.fromkeys(routes)])
+        self.tensors: dict[str, Tensor] = {}
+        self.rows: dict[str, Rows | None] = {}
+        self.dims: dict[str, int] = {}
+        self.routes: dict[str, tuple[Route, ...]] = {}
+        self.with_adapter: set[str] = set()  # base weights whose adapters were found too
+        self.missing: list[str] = []
+        self.by_place: list[str] = []
+        self._source_places: dict[Place, Route] | None = None
+        self._unreadable = ""
+
+    def base(
+        self, name: str, shape: tuple[int, ...], rows: Rows | None, dim: int, routes: tuple[Route, ...], *, optional: bool = False
+    ) -> bool:
+        """Find the routed parameter `name`; True if found. A missing one is recorded unless it is optional."""
+        if name in self.tensors:
+            return True
+        adapters = self._adapters_on(name)
+        if adapters and name not in self.with_adapter:
+            raise ValueError(
+                f"the reference ({self.source.origin}) carries an adapter on {name!r} ({', '.join(adapters[:2])}), so its base "
+                "weight alone is not its start; merge it first (merge_and_unload), or give the base checkpoint"
+            )
+        if self.source.shapes.get(name) == shape:
+            values: Tensor | None = self.source.read(name, rows, dim)
+        else:
+            values = self._assembled(name, shape, rows, dim, routes)
+        if values is None:
+            if not optional:
+                self.missing.append(f"{name} {list(shape)}{self._nearest(name)}")
+            return False
+        self._keep(name, values, rows, dim, routes)
+        return True
+
+    def adapter(self, group: Sequence[Held], adapters: Sequence[str]) -> None:
+        """Find the initial tensors of one module's adapters, or else the base weight below."""
+        found = {piece: self._adapter_name(piece, adapters) for piece in group}
+        present = [piece for piece, name in found.items() if name is not None]
+        if len(present) == len(group):
+            self.with_adapter.add(_canonical(group[0].routes[0]).parameter)
+            for piece, name in found.items():
+                self._keep(piece.canonical, self.source.read(name or "", piece.rows, piece.dim), piece.rows, piece.dim, piece.routes)
+            return
+        if present:
+            self.missing += [f"{p.canonical} {list(p.parameter.shape)}" for p, name in found.items() if name is None]
+            return
+        route = _canonical(group[0].routes[0])
+        rows = next((piece.rows for piece in group if piece.part != "lora_A"), None)
+        # Quantised bases have a logical shape of their own; the reference may be absent for a sidecar of another run.
+        if not self.base(route.parameter, route.shape, rows, route.dim, group[0].routes, optional=True):
+            self.missing.append(
+                f"{group[0].canonical} {list(group[0].parameter.shape)} (nor the base weight {route.parameter} {list(route.shape)}"
+                f"{self._nearest(route.parameter)})"
+            )
+
+    def finish(self) -> Reference:
+        if self.missing:
+            shown = "\n  ".join(self.missing[:8])
+            more = f"\n  … and {len(self.missing) - 8} more" if len(self.missing) > 8 else ""
+            raise ValueError(
+                f"the reference ({self.source.origin}, {len(self.source.shapes)} tensors) is not from this model: it lacks "
+                f"{len(self.missing)} of the tensors asked for:\n  {shown}{more}{self._unreadable}\n"
+                "Give the checkpoint (or the model) that the tuning started from"
+            )
+        notes = list(self.source.notes)
+        if self.by_place:
+            notes.append(f"{len(self.by_place)} tensors matched by layer and role, not by name (first: {self.by_place[0]})")
+        return Reference(
+            self.tensors, self.rows, self.dims, self.source.meaning, self.source.origin, self.routes, tuple(notes)
+        )
+
+    def _keep(self, name: str, values: Tensor, rows: Rows | None, dim: int, routes: tuple[Route, ...]) -> None:
+        self.tensors[name] = values
+        self.rows[name], self.dims[name], self.routes[name] = rows, dim, routes
+
+    def _assembled(
+        self, name: str, shape: tuple[int, ...], rows: Rows | None, dim: int, routes: tuple[Route, ...]
+    ) -> Tensor | None:
+        """The rows put together from the source's routes in the same places; None if one of them is not there."""
+        pieces = []
+        for route in routes:
+            match = self._at(route)
+            if match is None or match.num_rows != route.num_rows or _other_dims(match) != _other_dims(route):
+                return None
+            if match.dim != route.dim:
+                return None
+            pieces.append((route, match))
+        if merge_rows([pair for route in routes for pair in route.rows or ((0, route.shape[route.dim]),)]) != (
+            rows or ((0, shape[dim]),)
+        ):
+            return None
+        whole: Tensor | None = None
+        for route, match in pieces:
+            values = self.source.read(match.parameter, match.rows, match.dim)
+            whole = torch.empty(shape, dtype=values.dtype) if whole is None else whole
+            put_rows(whole, route.rows, values, route.dim)
+        if whole is None:
+            return None
+        self.by_place.append(f"{name} from {', '.join(dict.fromkeys(match.parameter for _, match in pieces))}")
+        return take_rows(whole, rows, dim).clone()
+
+    def _at(self, route: Route) -> Route | None:
+        if self._source_places is None:
+            try:
+                self._source_places = _places(self.source.routes())
+            except ValueError as error:
+                self._source_places = {}
+                self._unreadable = f"\nIts routes could not be read either: {error}"
+        place = next((place for place, known in self.places.items() if known == _canonical(route)), None)
+        return None if place is None else self._source_places.get(place)
+
+    def _adapters_on(self, name: str) -> list[str]:
+        """Tensors of the source that hang below the module of a routed weight."""
+        module, _, local = name.rpartition(".")
+        if local != "weight":
+            return []
+        return [other for other in self.source.shapes if other.startswith(f"{module}.") and other.count(".") > name.count(".")]
+
+    def _adapter_name(self, piece: Held, adapters: Sequence[str]) -> str | None:
+        """The source's name of an adapter tensor: as in the model, or as adapter files spell it."""
+        shape = tuple(piece.parameter.shape)
+        for candidate in _adapter_spellings(piece.canonical, adapters):
+            if self.source.shapes.get(candidate) == shape:
+                return candidate
+        return None
+
+    def _nearest(self, name: str) -> str:
+        if name in self.source.shapes:
+            return f" (there it has shape {list(self.source.shapes[name])})"
+        close = get_close_matches(name, self.source.shapes, n=1)
+        return f" (closest there: {close[0]} {list(self.source.shapes[close[0]])})" if close else ""
+
+
+def _adapter_spellings(name: str, adapters: Sequence[str]) -> list[str]:
+    """`…lora_B.default.weight` and, as adapter files have it, `…lora_B.weight` (magnitudes: no `.weight` either)."""
+    spellings = [name]
+    for adapter in adapters:
+        head, found, tail = name.rpartition(f".{adapter}.")
+        if found:
+            spellings += [f"{head}.{tail}", *([head] if tail == "weight" else [])]
+        elif name.endswith(f".{adapter}"):
+            spellings.append(name.removesuffix(f".{adapter}"))
+    return spellings
+
+
+def _by_adapted_module(held: Sequence[Held]) -> dict[str, list[Held]]:
+    groups: dict[str, list[Held]] = defaultdict(list)
+    for piece in held:
+        if piece.part != "base":
+            groups[piece.routes[0].parameter].append(piece)
+    return groups
+
+
+def _places(routes: Sequence[Route]) -> dict[Place, Route]:
+    counts: dict[tuple[int, str, str, bool], int] = defaultdict(int)
+    places: dict[Place, Route] = {}
+    for route in routes:
+        group = (route.layer, route.role, route.kind, route.shared)
+        place: Place = (*group, counts[group])
+        places[place] = route
+        counts[group] += 1
+    return places
+
+
+def _canonical(route: Route) -> Route:
+    return replace(route, parameter=canonical_name(route.parameter))
+
+
+def _other_dims(route: Route) -> tuple[int, ...]:
+    return route.shape[: route.dim] + route.shape[route.dim + 1 :]

@@ -1,0 +1,65 @@
+"""What a restore did, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class LayerRestore:
+    """One full-attention layer.
+
+    Attributes:
+        layer: decoder layer index.
+        tensors: names in `named_parameters()` of what was written.
+        num_rows: rows written (for an adapter, those of B).
+        drift_before: role to relative Frobenius distance of its weights from the start, before the restore. Roles whose
+            distance cannot be told (a quantised base, DoRA) are absent.
+        changed_bytes: bytes of the entries whose value changed.
+    """
+
+    layer: int
+    tensors: tuple[str, ...]
+    num_rows: int
+    drift_before: Mapping[str, float]
+    changed_bytes: int
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    """What `restore` did. `str()` prints it, `to_dict()` is JSON-serialisable.
+
+    Attributes:
+        method: the method with its setting, as text.
+        origin: where the start values came from.
+        layers: one entry for each layer that was written.
+        notes: conversions, what was left alone and why, what could not be compared.
+    """
+
+    method: str
+    origin: str
+    layers: tuple[LayerRestore, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        return tuple(name for layer in self.layers for name in layer.tensors)
+
+    @property
+    def changed_bytes(self) -> int:
+        return sum(layer.changed_bytes for layer in self.layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"schema_version": SCHEMA_VERSION, "changed_bytes": self.changed_bytes, **asdict(self)}
+
+    def __str__(self) -> str:
+        head = f"restored {len(self.tensors)} tensors in {len(self.layers)} layers with {self.method} from {self.origin}"
+        lines = [head, f"{'layer':>5}  {'tensors':>7}  {'rows':>6}  {'changed bytes':>13}  drift before"]
+        for layer in self.layers:
+            drift = ", ".join(f"{role} {value:.4f}" for role, value in layer.drift_before.items()) or "not measured"
+            lines.append(f"{layer.layer:>5}  {len(layer.tensors):>7}  {layer.num_rows:>6}  {layer.changed_bytes:>13,}  {drift}")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
