@@ -7,7 +7,7 @@ from typing import Any
 
 Config = Mapping[str, Any]
 
-_DECODER_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config", "language_model", "decoder")
+_DECODER_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config", "language_model", "decoder", "global_config")
 _SECTION_IDENTITY = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "hidden_size", "n_embd", "d_model")
 
 # One line for each quantity: the spellings that configs use, most common first.

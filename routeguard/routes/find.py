@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from routeguard.routes.collection import ROUTING_ROLES, Role, Routes
-from routeguard.routes.resolve import resolve, warn_if_pure_softmax
+from routeguard.routes.notes import warn_if_pure_softmax
+from routeguard.routes.resolve import resolve
 
 if TYPE_CHECKING:
     from torch import nn

@@ -36,7 +36,11 @@ def model_config(model: nn.Module) -> dict[str, Any]:
         value = _safe_getattr(text, key)
         if value is not None:
             section.setdefault(key, list(value) if isinstance(value, (list, tuple)) else value)
-    section["layer_types"] = _safe_getattr(text, "layer_types") or section.get("layer_types")
+    # A serialised config may differ from the one in memory (dory doubles its layers on disk).
+    for key in ("layer_types", "num_hidden_layers"):
+        section[key] = _safe_getattr(text, key) or section.get(key)
+    if section.get("model_type") == "mistral":
+        section.pop("layer_types")  # the class ignores them; from_pretrained would have made it a ministral
     if text is config:
         return section
     return {**{k: v for k, v in data.items() if not isinstance(v, dict)}, "text_config": section}

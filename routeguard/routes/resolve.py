@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import prod
 from typing import cast
 
+from routeguard.routes.block import Block, Found, Piece, TensorInfo
 from routeguard.routes.collection import ROLES, ROUTING_ROLES, AttentionLayer, Role, Route, Routes
-from routeguard.routes.config import NUM_HEADS, Config, first, rope_parameters, text_config
+from routeguard.routes.config import Config, first, rope_parameters, text_config
+from routeguard.routes.decoder_stacks import attention_blocks, decoder_layers
 from routeguard.routes.layer_kinds import LONG_RANGE, layer_kinds
-from routeguard.routes.layouts import Block, Found, TensorInfo
+from routeguard.routes.notes import notes_on
 from routeguard.routes.table import Architecture, architecture_of, is_encoder
-
-# A decoder layer inside a name: outermost container ("layers" or a synonym), index, rest.
-_LAYER = re.compile(r"^(?P<stack>(?:.*?\.)?(?:layers|h|blocks|block|layer|decoder_layers))\.(?P<index>\d+)\.(?P<rest>.+)$")
-_NOT_THE_DECODER = re.compile(
-    r"(^|[._])(vision|visual|vit|audio|image|img|speech|talker|code2wav|code_predictor|connector|qformer|perceiver|resampler|"
-    r"aligner|projector|mtp|sam|vqmodel|codec|depth_decoder|token2wav|tower|nextn|eagle|draft|assistant|embedder)([._\d]|$)"
-    r"|vision_|visual_|audio_|image_|encoder\b(?!_)"
-)
-_NOT_SELF_ATTENTION = re.compile(
-    r"(^|\.)(cross_?attn\w*|cross_?attention|encoder_attn|encoder_decoder_attention|EncDecAttention|crossattention|linear_attn|"
-    r"indexer|compressor|mamba|conv|short_conv|mlstm_layer|mlp|moe|feed_forward|block_sparse_moe)(\.|$)"
-)
-_MARKERS = (
-    "q_proj", "q_proj.linear", "qkv_proj.q_proj", "Wq", "query", "attention.query", "wq_du", "to_q", "q_b_proj",
-    "q_gate_proj", "qkv_proj", "Wqkv", "query_key_value", "c_attn", "att_proj", "gqkv_proj", "kv_proj",
-)  # fmt: skip
-_MARKER = re.compile(rf"^(?P<module>.*?)\.?(?<![\w])(?:{'|'.join(re.escape(m) for m in _MARKERS)})\.weight$")
-
 
 def resolve(
     config: Config,
@@ -57,8 +40,8 @@ def resolve(
     model_type = str(text.get("model_type", ""))
     _refuse_non_decoders(config, text)
     architecture, known = architecture_of(model_type, str(text.get("outer_model_type", "")))
-    stacks = _decoder_stacks(tensors, architecture)
-    kinds = (architecture.kinds or layer_kinds)(_sized(text, architecture, stacks))
+    stacks = decoder_layers(tensors, architecture.stacks)
+    kinds = tuple((architecture.kinds or layer_kinds)(text))
     _refuse_without_full_attention(model_type, kinds)
     routes: list[Route] = []
     attention: list[AttentionLayer] = []
@@ -66,8 +49,8 @@ def resolve(
     for layer, kind in enumerate(kinds):
         if kind not in LONG_RANGE:
             continue
-        blocks = _attention_blocks(stacks.get(layer, {}), layer, text)
-        read = [(block, found) for block in blocks for found in [architecture.read()(block)] if found is not None]
+        blocks = attention_blocks(stacks.get(layer, {}), layer, text)
+        read = [(block, found) for block in blocks for found in [_read(block, architecture)] if found is not None]
         if not read:
             missing.append(layer)
         for block, found in read:
@@ -77,6 +60,8 @@ def resolve(
         if not (architecture.tied and routes):
             raise ValueError(_explain_missing(model_type, missing, stacks, known))
         routes = _share_tied(routes, missing, kinds)
+    if architecture.tied:
+        routes = _place_adapters(routes, kinds)
     kept = tuple(
         route
         for route in routes
@@ -88,7 +73,7 @@ def resolve(
         model_type=model_type,
         layer_kinds=kinds,
         num_model_parameters=sum(prod(info.shape) for info in tensors.values()),
-        notes=_notes(text, architecture, known, kinds, routes, kept),
+        notes=notes_on(text, architecture.note, known, kinds, routes, kept),
     )
     return found_routes if layers is None else select_layers(found_routes, layers)
 
@@ -129,68 +114,16 @@ def _refuse_non_decoders(config: Config, text: Config) -> None:
         )
 
 
-def _decoder_stacks(
-    tensors: Mapping[str, TensorInfo], architecture: Architecture
-) -> dict[int, dict[str, TensorInfo]]:
-    """Tensors of each decoder layer: index to {name inside the layer: tensor}. Towers beside the decoder stay out."""
-    stacks: dict[str, dict[int, dict[str, TensorInfo]]] = {}
-    for name, info in tensors.items():
-        match = _LAYER.match(name)
-        if match is not None:
-            stacks.setdefault(match["stack"], {}).setdefault(int(match["index"]), {})[match["rest"]] = info
-    if architecture.stacks:
-        chosen = [next((s for s in stacks if s.endswith(suffix)), None) for suffix in architecture.stacks]
-        return _concatenate([stacks[s] for s in chosen if s is not None])
-    candidates = {stack: layers for stack, layers in stacks.items() if not _NOT_THE_DECODER.search(stack)} or stacks
-    with_attention = {s: ls for s, ls in candidates.items() if any(_markers(t) for t in ls.values())}
-    if len(with_attention) > 1:
-        longest = max(len(layers) for layers in with_attention.values())
-        with_attention = {s: ls for s, ls in with_attention.items() if len(ls) == longest}
-    if len(with_attention) > 1:
-        raise ValueError(
-            f"several stacks of layers could be the text decoder: {sorted(with_attention)}; register a row that names "
-            "them in `stacks` (routeguard.register_architecture)"
-        )
-    chosen_stack = with_attention or candidates
-    return next(iter(chosen_stack.values()), {})
-
-
-def _concatenate(stacks: list[dict[int, dict[str, TensorInfo]]]) -> dict[int, dict[str, TensorInfo]]:
-    joined: dict[int, dict[str, TensorInfo]] = {}
-    for stack in stacks:
-        offset = len(joined)
-        joined.update({offset + i: stack[index] for i, index in enumerate(sorted(stack))})
-    return joined
-
-
-def _sized(text: Config, architecture: Architecture, stacks: Mapping[int, object]) -> Config:
-    """Models with several stacks count their layers by what is there."""
-    return {**text, "num_hidden_layers": len(stacks), "layer_types": None} if architecture.stacks else text
-
-
-def _markers(tensors: Mapping[str, TensorInfo]) -> list[str]:
-    return [name for name in tensors if _MARKER.match(name) and not _NOT_SELF_ATTENTION.search(name)]
-
-
-def _attention_blocks(tensors: Mapping[str, TensorInfo], layer: int, config: Config) -> list[Block]:
-    """The attention modules of one layer, outermost only."""
-    modules = []
-    for name in _markers(tensors):
-        match = _MARKER.match(name)
-        assert match is not None
-        modules.append(match["module"])
-    outermost = [m for m in dict.fromkeys(modules) if not any(m.startswith(f"{o}.") for o in modules if o != m)]
-    blocks = []
-    for module in outermost:
-        prefix = f"{module}." if module else ""
-        inside = {n.removeprefix(prefix): info for n, info in tensors.items() if n.startswith(prefix)}
-        blocks.append(Block(layer, _module_name(inside, prefix), inside, config))
-    return blocks
-
-
-def _module_name(inside: Mapping[str, TensorInfo], prefix: str) -> str:
-    local, info = next(iter(inside.items()))
-    return info.name.removesuffix(local).removesuffix(".") or prefix.removesuffix(".")
+def _read(block: Block, architecture: Architecture) -> Found | None:
+    """The layout's answer, with the vectors that shape the logits besides queries and keys."""
+    found = architecture.read()(block)
+    if found is None:
+        return None
+    prefixes = tuple(f"{name}." for name in architecture.auxiliary)
+    extra = [n for n in block.tensors if n in architecture.auxiliary or (prefixes and n.startswith(prefixes))]
+    role: Role
+    pieces = [Piece(name, role, "norm") for name in extra for role in ["query"]]
+    return found.extended(pieces)
 
 
 def _routes(block: Block, found: Found, *, sparse: bool) -> list[Route]:
@@ -245,14 +178,14 @@ def _share_tied(routes: list[Route], missing: list[int], kinds: tuple[str, ...])
         owner: tuple(layer for at, layer in enumerate(users) if layer in missing and at % len(owners) == position)
         for position, owner in enumerate(owners)
     }
-    shared = []
-    for route in routes:
-        adapter = re.search(r"linear_[qk]_adapter_list\.(\d+)\.", route.parameter)
-        if adapter:
-            shared.append(_moved(route, users[int(adapter[1])]))
-        else:
-            shared.append(_moved(route, route.layer, uses[route.layer]))
-    return shared
+    return [_moved(route, route.layer, uses[route.layer]) for route in routes]
+
+
+def _place_adapters(routes: list[Route], kinds: tuple[str, ...]) -> list[Route]:
+    """A shared block holds one adapter for each of its uses; adapter j serves the j-th layer that uses any block."""
+    users = [layer for layer, kind in enumerate(kinds) if kind in LONG_RANGE]
+    adapters = [re.search(r"linear_[qk]_adapter_list\.(\d+)\.", route.parameter) for route in routes]
+    return [_moved(route, users[int(a[1])]) if a else route for route, a in zip(routes, adapters, strict=True)]
 
 
 def _moved(route: Route, layer: int, tied: tuple[int, ...] = ()) -> Route:
@@ -291,40 +224,3 @@ def _explain_missing(model_type: str, missing: list[int], stacks: Mapping[int, M
         f"the config of {model_type!r} calls layers {missing} full attention, but no query and key projections were "
         f"found in them; layer {layer} holds {seen or 'no tensors'}{remedy}"
     )
-
-
-def _notes(
-    text: Config,
-    architecture: Architecture,
-    known: bool,
-    kinds: tuple[str, ...],
-    routes: list[Route],
-    kept: tuple[Route, ...],
-) -> tuple[str, ...]:
-    notes = [architecture.note] if architecture.note else []
-    left = [route for route in routes if route.shared and route.role in ROUTING_ROLES and route not in kept]
-    if left:
-        names = sorted({route.parameter.split(".")[-2] for route in left})
-        notes.append(f"rows that also feed the values are not covered: {', '.join(names)} (ask with shared=True)")
-    norms = [route for route in routes if route.kind == "norm" and route not in kept]
-    if norms:
-        names = sorted({".".join(route.parameter.split(".")[-2:]) for route in norms})
-        notes.append(f"query and key norms are not covered: {', '.join(names)} (ask with norms=True)")
-    if any(route.sparse for route in routes):
-        notes.append("sparse layers: the top-k indexer is left out, it gets no gradient from the language-model loss")
-    if set(kinds) <= set(LONG_RANGE):
-        notes.append("every layer is full attention: the published effect of restoring Q/K is weak in such models")
-    if first(text, NUM_HEADS) is None:
-        notes.append("the config names no head count; it was taken from the shapes")
-    return tuple(notes)
-
-
-def warn_if_pure_softmax(routes: Routes) -> None:
-    """Warn once a call when all layers are full attention."""
-    if routes.all_layers_full:
-        warnings.warn(
-            f"all {len(routes.layer_kinds)} layers of {routes.model_type!r} are full attention; routeguard is made for hybrids, "
-            "and in pure softmax models the published effect of protecting Q/K is weak. Narrow it with layers=... if you can",
-            UserWarning,
-            stacklevel=3,
-        )

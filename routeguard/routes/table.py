@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from routeguard.routes.collection import Pairing
 from routeguard.routes.config import Config, rope_parameters
 from routeguard.routes.layer_kinds import KIND_OF_LABEL
+from routeguard.routes.layer_patterns import rotates
 from routeguard.routes.layouts import LAYOUTS, Layout
 
 PositionRule = Callable[[Config, int], bool]  # does this layer rotate its queries and keys?
@@ -24,12 +25,6 @@ def _always(config: Config, layer: int) -> bool:
 
 def _never(config: Config, layer: int) -> bool:
     return False
-
-
-def _no_rope_list(config: Config, layer: int) -> bool:
-    """`no_rope_layers[i]` is 1 where layer i does rotate (llama4, smollm3)."""
-    layers = config.get("no_rope_layers")
-    return bool(layers[layer]) if layers else bool((layer + 1) % int(config.get("no_rope_layer_interval") or 4))
 
 
 def _if_alibi_absent(config: Config, layer: int) -> bool:
@@ -59,6 +54,8 @@ class Architecture:
         position: whether a layer rotates queries and keys.
         pairing: "half" or "interleaved".
         tied: full layers without tensors of their own use those of an earlier one.
+        auxiliary: parameters of the attention module (or modules in it) that shape the logits besides queries and keys:
+            learned sinks, relative biases, temperatures. Routes of kind "norm".
         stacks: containers of decoder layers, in order, for models with several stacks; () finds the only one.
         obstacle: why the weights' product is not the logit, if the layout does not say it.
         note: one line for the summary and the docs.
@@ -70,6 +67,7 @@ class Architecture:
     position: PositionRule = _always
     pairing: Pairing = "half"
     tied: bool = False
+    auxiliary: tuple[str, ...] = ()
     stacks: tuple[str, ...] = ()
     obstacle: str | None = None
     note: str = ""
@@ -91,6 +89,16 @@ def _hypenet_kinds(config: Config) -> tuple[str, ...]:
     return tuple(KIND_OF_LABEL[label] for label in config["mixer_types"])
 
 
+def _longcat_kinds(config: Config) -> tuple[str, ...]:
+    """A layer holds two attention modules; `num_hidden_layers` counts those."""
+    return ("full",) * int(config.get("num_layers") or config["num_hidden_layers"] // 2)
+
+
+def _hrm_kinds(config: Config) -> tuple[str, ...]:
+    """Two stacks of `num_layers_per_stack` layers, run in turns; old configs call that number num_hidden_layers."""
+    return ("full",) * (2 * int(config.get("num_layers_per_stack") or config["num_hidden_layers"]))
+
+
 _ROWS: tuple[Architecture, ...] = (
     # -- hybrids -------------------------------------------------------------------------------------------------
     Architecture(
@@ -108,45 +116,67 @@ _ROWS: tuple[Architecture, ...] = (
     Architecture(("jamba", "nemotron_h"), layout="separate", position=_never),
     Architecture(("falcon_h1", "lfm2", "lfm2_moe", "lfm3"), layout="separate"),
     Architecture(("zamba",), layout="separate", position=_never, tied=True, note="one shared attention block"),
-    Architecture(("zamba2",), layout="zamba2", position=_memory_rope, tied=True, note="shared blocks, per-use adapters"),
-    Architecture(("zaya",), layout="zaya"),
+    Architecture(
+        ("zamba2",), layout="shared_block_adapters", position=_memory_rope, tied=True,
+        note="shared blocks, with adapters for each use",
+    ),
+    Architecture(("zaya",), layout="mixed_qk", note="queries and keys are mixed"),
     Architecture(
         ("inkling_text", "inkling2_text", "inkling2_loop_text", "inkling_mm_model", "inkling2", "inkling2_loop"),
-        layout="inkling",
+        layout="convolved_keys",
         position=_never,
+        auxiliary=(
+            "r_proj", "wr_du", "rel_logits_proj", "rel_l2_clip", "relative_position_bias", "sink_proj", "attn_sink_proj",
+        ),
     ),
     Architecture(
         ("hypenet",), layout="separate", kinds=_hypenet_kinds, position=_never,
         note="remote code; attn_logits_scaling changes inference",
     ),
     Architecture(("jet_nemotron",), layout="separate", note="remote code; q and k carry biases"),
-    # -- several stacks, or odd containers -----------------------------------------------------------------------
-    Architecture(("hrm_text",), layout="separate", stacks=("L_module.layers", "H_module.layers")),
+    # -- several attention modules a layer, several stacks, odd containers ---------------------------------------
+    Architecture(("longcat_flash",), layout="latent", kinds=_longcat_kinds, note="two attention modules a layer"),
+    Architecture(
+        ("hrm_text",), layout="gated_fused", kinds=_hrm_kinds, stacks=("L_module.layers", "H_module.layers"),
+        note="two stacks that run in turns: layers of L_module first, then those of H_module",
+    ),
+    Architecture(("git",), layout="separate", position=_never, stacks=("git.encoder.layer",)),
+    Architecture(("blt", "blt_global_transformer"), layout="separate", pairing="interleaved", stacks=("global_transformer.layers",)),
     # -- fused projections ---------------------------------------------------------------------------------------
     Architecture(("phi3", "phi4_multimodal"), layout="fused_blocks"),
-    Architecture(("mpt", "dbrx"), layout="fused_blocks"),
+    Architecture(("dbrx",), layout="fused_blocks"),
+    Architecture(("mpt",), layout="fused_blocks", position=_never),
     Architecture(("falcon",), layout="falcon", position=_if_alibi_absent),
     Architecture(("gpt_bigcode",), layout="gpt_bigcode", position=_never),
     Architecture(("gpt2", "gpt-sw3", "openai-gpt"), layout="fused_columns", position=_never),
     Architecture(("gpt_neox", "gpt_neox_japanese", "persimmon"), layout="fused_per_head"),
     Architecture(("bloom",), layout="fused_per_head", position=_never),
     Architecture(("codegen",), layout="codegen", pairing="interleaved"),
+    Architecture(("sarvam_moe",), layout="separate_or_fused", note="released checkpoints fuse the projections"),
     # -- rows of their own ---------------------------------------------------------------------------------------
     Architecture(("jetmoe",), layout="jetmoe"),
-    Architecture(("doge",), layout="doge", note="values build the attention mask"),
-    Architecture(("deepseek_v4",), layout="compressed", note="keys are the values: only query rows are pure"),
-    Architecture(("dory",), layout="dory"),
     Architecture(
-        ("muse_glimmer", "muse_glimmer_text", "muse_spark", "muse_spark_text"), layout="gated_fused"
+        ("doge",), layout="masked_by_values", auxiliary=("dt_proj", "A"),
+        note="values build the attention mask: v_proj, dt_proj and A shape the logits too",
     ),
+    Architecture(
+        ("deepseek_v4",), layout="compressed", auxiliary=("sinks", "attn_sink"),
+        note="keys are the values: only query rows are pure",
+    ),
+    Architecture(("dory",), layout="separate", auxiliary=("sqk",), obstacle="queries and keys are normalised"),
+    Architecture(("muse_glimmer", "muse_glimmer_text", "muse_spark", "muse_spark_text"), layout="separate"),
+    Architecture(("mistral_large4", "mistral_large4_text"), layout="latent", auxiliary=("softmax_scaling",)),
+    Architecture(("hy_v4", "hy_v4_vl", "hy_v4_vl_text"), auxiliary=("sinks", "learnable_sink_param")),
+    # -- plain projections with a learned sink in the softmax ----------------------------------------------------
+    Architecture(("gpt_oss", "flint", "mimo_v2_flash"), auxiliary=("sinks", "softmax_offset", "attention_sink_bias")),
     # -- plain projections, position embeddings that differ ------------------------------------------------------
     Architecture(("gptj",), layout="separate", pairing="interleaved"),
     Architecture(
         ("cohere", "cohere2", "glm", "glm4", "ernie4_5", "ernie4_5_moe", "helium"), layout="separate", pairing="interleaved"
     ),
-    Architecture(("llama4", "llama4_text"), layout="separate", pairing="interleaved", position=_no_rope_list),
-    Architecture(("smollm3",), layout="separate", position=_no_rope_list),
-    Architecture(("gpt_neo", "opt", "biogpt", "xglm", "ctrl"), layout="separate", position=_never),
+    Architecture(("llama4", "llama4_text"), layout="separate", pairing="interleaved", position=rotates),
+    Architecture(("smollm3",), layout="separate", position=rotates),
+    Architecture(("gpt_neo", "opt", "biogpt", "xglm", "ctrl", "cpmant"), layout="separate", position=_never),
 )  # fmt: skip
 
 _BY_TYPE: dict[str, Architecture] = {name: row for row in _ROWS for name in row.model_types}

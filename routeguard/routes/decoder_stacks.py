@@ -1,0 +1,92 @@
+"""Find the text decoder's layers, and the self-attention modules in them, among a model's parameter names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from routeguard.routes.block import Block, TensorInfo
+from routeguard.routes.config import Config
+
+Layers = dict[int, dict[str, TensorInfo]]  # layer index to {name inside the layer: tensor}
+
+# A decoder layer inside a name: outermost container ("layers" or a synonym), index, rest.
+_LAYER = re.compile(r"^(?P<stack>(?:.*?\.)?(?:layers|h|blocks|block|layer|decoder_layers))\.(?P<index>\d+)\.(?P<rest>.+)$")
+_NOT_THE_DECODER = re.compile(
+    r"(^|[._])(vision|visual|vit|audio|image|img|speech|talker|code2wav|code_predictor|connector|qformer|perceiver|resampler|"
+    r"aligner|projector|mtp|sam|vqmodel|codec|depth_decoder|token2wav|tower|nextn|eagle|draft|assistant|embedder|patcher|"
+    r"local_encoder|local_decoder)([._\d]|$)"
+    r"|vision_|visual_|audio_|image_|encoder\b(?!_)"
+)
+_NOT_SELF_ATTENTION = re.compile(
+    r"(^|\.)(cross_?attn\w*|cross_?attention|encoder_attn|encoder_decoder_attention|EncDecAttention|crossattention|linear_attn|"
+    r"indexer|compressor|adapter|mamba|conv|short_conv|mlstm_layer|mlp|moe|feed_forward|block_sparse_moe)(\.|$)"
+)
+_MARKERS = (
+    "q_proj", "q_proj.linear", "qkv_proj.q_proj", "wq_du", "to_q", "Wq", "query", "attention.query", "project_q", "q_b_proj",
+    "q_gate_proj", "wq_b", "qkv_proj", "Wqkv", "query_key_value", "c_attn", "att_proj", "gqkv_proj", "kv_proj",
+)  # fmt: skip
+_MARKER = re.compile(rf"^(?P<module>.*?)\.?(?<![\w])(?:{'|'.join(re.escape(m) for m in _MARKERS)})\.weight$")
+
+
+def decoder_layers(tensors: Mapping[str, TensorInfo], stack_suffixes: tuple[str, ...] = ()) -> Layers:
+    """Tensors of each decoder layer; towers beside the decoder stay out.
+
+    Args:
+        tensors: canonical parameter name to tensor.
+        stack_suffixes: containers to take, in order, for models that name them in the table; () finds the only one.
+
+    Raises:
+        ValueError: several containers could be the decoder, or a named one is missing.
+    """
+    stacks: dict[str, Layers] = {}
+    for name, info in tensors.items():
+        match = _LAYER.match(name)
+        if match is not None:
+            stacks.setdefault(match["stack"], {}).setdefault(int(match["index"]), {})[match["rest"]] = info
+    if stack_suffixes:
+        return _concatenated(stacks, stack_suffixes)
+    candidates = {stack: layers for stack, layers in stacks.items() if not _NOT_THE_DECODER.search(stack)} or stacks
+    attending = {stack: layers for stack, layers in candidates.items() if any(map(_markers, layers.values()))}
+    if len(attending) > 1:
+        longest = max(map(len, attending.values()))
+        attending = {stack: layers for stack, layers in attending.items() if len(layers) == longest}
+    if len(attending) > 1:
+        raise ValueError(
+            f"several stacks of layers could be the text decoder: {sorted(attending)}; register a row that names "
+            "them in `stacks` (routeguard.register_architecture)"
+        )
+    return next(iter((attending or candidates).values()), {})
+
+
+def attention_blocks(tensors: Mapping[str, TensorInfo], layer: int, config: Config) -> list[Block]:
+    """The self-attention modules of one layer, outermost only, in order."""
+    modules = [match["module"] for name in _markers(tensors) for match in [_MARKER.match(name)] if match is not None]
+    outermost = [m for m in dict.fromkeys(modules) if not any(m.startswith(f"{o}.") for o in modules if o != m)]
+    blocks = []
+    for module in outermost:
+        prefix = f"{module}." if module else ""
+        inside = {name.removeprefix(prefix): info for name, info in tensors.items() if name.startswith(prefix)}
+        blocks.append(Block(layer, _module_name(inside, prefix), inside, config))
+    return blocks
+
+
+def _concatenated(stacks: Mapping[str, Layers], suffixes: Iterable[str]) -> Layers:
+    joined: Layers = {}
+    for suffix in suffixes:
+        found = [stack for stack in stacks if stack == suffix or stack.endswith(f".{suffix}")]
+        if len(found) != 1:
+            raise ValueError(f"the table expects one stack of layers named {suffix!r}; the model has {sorted(stacks)}")
+        offset = len(joined)
+        joined.update({offset + i: stacks[found[0]][index] for i, index in enumerate(sorted(stacks[found[0]]))})
+    return joined
+
+
+def _markers(tensors: Mapping[str, TensorInfo]) -> list[str]:
+    return [name for name in tensors if _MARKER.match(name) and not _NOT_SELF_ATTENTION.search(name)]
+
+
+def _module_name(inside: Mapping[str, TensorInfo], prefix: str) -> str:
+    """The module's name as the model has it: what a parameter's full name has before its name inside the module."""
+    local, info = next(iter(inside.items()))
+    return info.name.removesuffix(local).removesuffix(".") or prefix.removesuffix(".")
