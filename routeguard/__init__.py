@@ -1,0 +1,71 @@
+"""Keep the long-range recall of hybrid LLMs while you fine-tune them.
+
+Importing this package imports nothing heavy and patches nothing: every name below is loaded on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# public name: module that defines it
+_EXPORTS = {
+    "AttentionLayer": "routeguard.routes.collection",
+    "Route": "routeguard.routes.collection",
+    "Routes": "routeguard.routes.collection",
+    "find_routes": "routeguard.routes.find",
+    "verify": "routeguard.routes.verify",
+    "Architecture": "routeguard.routes.table",
+    "register_architecture": "routeguard.routes.table",
+    "RouteGuard": "routeguard.training.guard",
+    "Freeze": "routeguard.protect.modes",
+    "LowLR": "routeguard.protect.modes",
+    "Anchor": "routeguard.protect.modes",
+    "Track": "routeguard.protect.modes",
+    "QKRestore": "routeguard.protect.modes",
+    "QKPro": "routeguard.protect.modes",
+    "Interpolate": "routeguard.protect.modes",
+    "freeze": "routeguard.protect.freeze",
+    "low_lr": "routeguard.protect.groups",
+    "anchor": "routeguard.protect.anchor",
+    "param_groups": "routeguard.protect.groups",
+    "lora_config": "routeguard.protect.lora_targets",
+    "lora_targets": "routeguard.protect.lora_targets",
+    "check_lora_coverage": "routeguard.protect.lora_targets",
+    "restore": "routeguard.restore.in_memory",
+    "restored": "routeguard.restore.in_memory",
+    "read_drift": "routeguard.drift.record",
+    "verify_checkpoint": "routeguard.checkpoint.verify",
+}
+_RENAMED = {"verify": "verify_routes", "read_drift": "read_record"}
+
+__all__ = ["__version__", *_EXPORTS]
+
+if TYPE_CHECKING:
+    from routeguard.checkpoint.verify import verify_checkpoint
+    from routeguard.drift.record import read_record as read_drift
+    from routeguard.protect.anchor import anchor
+    from routeguard.protect.freeze import freeze
+    from routeguard.protect.groups import low_lr, param_groups
+    from routeguard.protect.lora_targets import check_lora_coverage, lora_config, lora_targets
+    from routeguard.protect.modes import Anchor, Freeze, Interpolate, LowLR, QKPro, QKRestore, Track
+    from routeguard.restore.in_memory import restore, restored
+    from routeguard.routes.collection import AttentionLayer, Route, Routes
+    from routeguard.routes.find import find_routes
+    from routeguard.routes.table import Architecture, register_architecture
+    from routeguard.routes.verify import verify_routes as verify
+    from routeguard.training.guard import RouteGuard
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'routeguard' has no attribute {name!r}; it has {', '.join(_EXPORTS)}")
+    value = getattr(import_module(_EXPORTS[name]), _RENAMED.get(name, name))
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,16 +36,26 @@ class AnchorPull:
         for member, (held, at) in groups.members.items():
             start = starts[held.name]
             self._starts[member] = start if at is None else _slice_of(start, held, at)
+        self.before: Callable[[], None] | None = None  # called around each pull, by whoever watches it
+        self.after: Callable[[], None] | None = None
         self._hook: Any = groups.optimizer.register_step_post_hook(lambda *_: self.pull())
 
     @torch.no_grad()
     def pull(self) -> None:
         """One pull at the groups' current learning rates."""
+        if self.before is not None:
+            self.before()
         for group in self.groups.tagged:
             members = [p for p in group["params"] if p in self._starts]
             torch._foreach_lerp_(
                 [p.data for p in members], [self._starts[p] for p in members], float(group["lr"]) * self.mode.strength
             )
+        if self.after is not None:
+            self.after()
+
+    def start_of(self, member: nn.Parameter) -> Tensor:
+        """Where a tagged parameter (or view of rows) is pulled to."""
+        return self._starts[member]
 
     def remove(self) -> None:
         self._hook.remove()

@@ -32,19 +32,18 @@ class Frozen:
     whole: list[Held]
     rows: list[Held]
     start: dict[str, Tensor] = field(default_factory=dict, repr=False)
-    _hooks: list[Any] = field(default_factory=list, repr=False)
-    _optimizers: list[int] = field(default_factory=list, repr=False)
+    _gradient_hooks: list[Any] = field(default_factory=list, repr=False)
+    _step_hooks: list[Any] = field(default_factory=list, repr=False)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy held rows back after each of the optimizer's steps. Needed only if `rows` is not empty; idempotent.
 
         Raises ValueError for an optimizer whose update of one row depends on other rows.
         """
-        if not self.rows or id(optimizer) in self._optimizers:
+        if not self.rows or any(known is optimizer for known, _ in self._step_hooks):
             return
         refuse_row_mixing_optimizer(optimizer, [held.name for held in self.rows], "Freeze")
-        self._optimizers.append(id(optimizer))
-        self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.put_back()))
+        self._step_hooks.append((optimizer, optimizer.register_step_post_hook(lambda *_: self.put_back())))
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -60,10 +59,16 @@ class Frozen:
 
     def detach(self) -> None:
         """Remove every hook; whole parameters stay without gradients."""
-        for hook in self._hooks:
+        self.detach_optimizers()
+        for hook in self._gradient_hooks:
             hook.remove()
-        self._hooks.clear()
-        self._optimizers.clear()
+        self._gradient_hooks.clear()
+
+    def detach_optimizers(self) -> None:
+        """Remove the hooks on optimizers only."""
+        for _, hook in self._step_hooks:
+            hook.remove()
+        self._step_hooks.clear()
 
 
 def freeze(model: nn.Module, routes: Routes) -> Frozen:
@@ -99,7 +104,7 @@ def freeze(model: nn.Module, routes: Routes) -> Frozen:
     frozen = Frozen(whole, rows)
     for held in rows:
         frozen.start[held.name] = take_rows(held.parameter.detach(), held.rows, held.dim).clone()
-        frozen._hooks.append(held.parameter.register_post_accumulate_grad_hook(_clearing(held)))
+        frozen._gradient_hooks.append(held.parameter.register_post_accumulate_grad_hook(_clearing(held)))
     return frozen
 
 

@@ -68,6 +68,17 @@ class RoutingGroups:
                     if key in self.optimizer.param_groups[sibling]:
                         group[key] = self.optimizer.param_groups[sibling][key] * self.scale
 
+    def arm(self) -> None:
+        """Register the hooks that the row views need; idempotent, and again after `remove` for another `train()`."""
+        if self.views and not self._hooks:
+            for views in self.views:
+                views.arm()
+            self._hooks.append(self.optimizer.register_step_post_hook(lambda *_: self._after_step()))
+
+    def _after_step(self) -> None:
+        for views in self.views:
+            views.after_step()
+
     def remove(self) -> None:
         """Remove the hooks of the row views. The groups stay."""
         for hook in self._hooks:
@@ -87,13 +98,16 @@ def split_groups(
     A parameter held in part is replaced, in the optimizer only, by views of its rows.
 
     Raises:
-        ValueError: no held parameter is trainable or known to the optimizer; the optimizer has already stepped; it sets its
+        ValueError: no held parameter is trainable or known to the optimizer; the optimizer already has state; it sets its
             own step size; or it cannot treat views exactly (row ranges).
     """
     mode = {"low_lr": "LowLR", "anchor": "Anchor"}.get(tag, tag)
     refuse_rate_free_optimizer(optimizer, mode)
     if optimizer.state:
-        raise ValueError(f"the optimizer has already made steps; {mode} must split its groups before the first one")
+        raise ValueError(
+            f"the optimizer already holds state (it has made steps, or is one like Adagrad that starts with state); {mode} must "
+            "split its groups before that"
+        )
     movable = {id(h.parameter): h for h in held if h.trainable and not _free_factor(h)}
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not movable.keys() & known:
@@ -146,8 +160,7 @@ def _split(
     at = {id(group): index for index, group in enumerate(optimizer.param_groups)}
     pairs = [(at[id(new)], at[id(old)] if old is not None else fallback) for new, old in tagged]
     groups = RoutingGroups(optimizer, tag, scale, members, pairs, views)
-    if views:
-        groups._hooks.append(optimizer.register_step_post_hook(lambda *_: [v.after_step() for v in views] and None))
+    groups.arm()
     return groups
 
 

@@ -32,7 +32,12 @@ class RowViews:
         self.held = self._views(rows)
         self.free = self._views(free_rows(rows, parameter.shape[0]))
         self._stepped = True
-        self._hook: Any = parameter.register_post_accumulate_grad_hook(self._bind)
+        self._hook: Any = None
+
+    def arm(self) -> None:
+        """Start handing the parameter's gradient to the views; idempotent."""
+        if self._hook is None:
+            self._hook = self.parameter.register_post_accumulate_grad_hook(self._bind)
 
     def _views(self, rows: Rows) -> list[tuple[tuple[int, int], nn.Parameter]]:
         return [((start, stop), nn.Parameter(self.parameter.data[start:stop])) for start, stop in rows]
@@ -62,6 +67,8 @@ class RowViews:
                 )
 
     def remove(self) -> None:
-        self._hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
 

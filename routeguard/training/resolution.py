@@ -8,68 +8,65 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from routeguard.protect.anchor import AnchorPull
 from routeguard.protect.groups import RoutingGroups
 
-_SAMPLE = 65_536
+_SAMPLE = 65_536  # entries looked at
+_STEPS = 50  # steps looked at between two reports
 _LOW = (torch.bfloat16, torch.float16)
 
 
 class ResolutionWatch:
-    """Counts, on a sample of a tagged group's entries, how many a step actually changes.
+    """Counts, on a sample of a tagged group's entries, how many of those that should move in a step do.
 
+    For `LowLR` those with a gradient, over the whole step; for `Anchor` those away from their start, over the pull alone.
     Works on the device without a host synchronisation; `report` reads the counts at a log step and warns once if fewer
-    than half of the entries that should have moved did.
+    than half moved.
+
+    Args:
+        groups: the tagged groups; with none in bf16 or fp16 the watch does nothing.
+        pull: the anchor's pull, if that is the mode.
     """
 
-    def __init__(self, groups: RoutingGroups) -> None:
+    def __init__(self, groups: RoutingGroups, pull: AnchorPull | None = None) -> None:
         members = [p for group in groups.tagged for p in group["params"] if p.dtype in _LOW]
-        self.groups = groups
-        self.parameter: Tensor | None = max(members, key=lambda p: p.numel()) if members else None
+        self._groups = groups
+        self._parameter = max(members, key=lambda p: p.numel()) if members else None
         self._before: Tensor | None = None
         self._counts: list[Tensor] = []
         self._warned = False
         self._hooks: list[Any] = []
-        if self.parameter is not None:
+        if self._parameter is None:
+            return
+        if pull is not None:
+            start = pull.start_of(self._parameter).flatten()[:_SAMPLE]
+            pull.before = self._look_before
+            pull.after = lambda: self._look_after(self._before != start if self._before is not None else None)
+        else:
+            optimizer = groups.optimizer
             self._hooks = [
-                groups.optimizer.register_step_pre_hook(lambda *_: self._look_before()),
-                groups.optimizer.register_step_post_hook(lambda *_: self._look_after()),
+                optimizer.register_step_pre_hook(lambda *_: self._look_before()),
+                optimizer.register_step_post_hook(lambda *_: self._look_after(self._has_gradient())),
             ]
 
-    @torch.no_grad()
-    def _look_before(self) -> None:
-        assert self.parameter is not None
-        if len(self._counts) < 50 and any(float(group["lr"]) > 0 for group in self.groups.tagged):
-            self._before = self.parameter.detach().flatten()[:_SAMPLE].clone()
-
-    @torch.no_grad()
-    def _look_after(self) -> None:
-        assert self.parameter is not None
-        if self._before is None or self.parameter.grad is None:
-            return
-        gradient = self.parameter.grad.flatten()[:_SAMPLE]
-        should = gradient != 0
-        did = should & (self.parameter.detach().flatten()[:_SAMPLE] != self._before)
-        self._counts.append(torch.stack([did.sum(), should.sum()]))
-        self._before = None
-
     def report(self) -> float | None:
-        """Fraction of entries that moved since the last report (None: nothing to say), with a warning when below half."""
+        """Fraction of the entries that moved since the last report (None: nothing to say). Warns once below a half."""
         if not self._counts:
             return None
         moved, total = torch.stack(self._counts).sum(0).tolist()
         self._counts.clear()
         if not total:
             return None
-        fraction = moved / total
+        fraction = float(moved / total)
         if fraction < 0.5 and not self._warned:
             self._warned = True
-            assert self.parameter is not None
-            dtype = str(self.parameter.dtype).removeprefix("torch.")
+            assert self._parameter is not None
+            dtype = str(self._parameter.dtype).removeprefix("torch.")
             warnings.warn(
-                f"only {fraction:.1%} of the routing entries that have a gradient change in a step: the updates of the "
-                f"{self.groups.tag!r} group are below the resolution of {dtype}, and rounding swallows them. Load the model in "
+                f"only {fraction:.1%} of the routing entries that should move in a step do: the updates of the "
+                f"{self._groups.tag!r} group are below the resolution of {dtype}, and rounding swallows them. Load the model in "
                 "float32 (bf16=True then trains with float32 masters), use an optimizer with stochastic rounding, a larger "
-                "scale, or Freeze()",
+                "scale or strength, or Freeze()",
                 UserWarning,
                 stacklevel=2,
             )
@@ -79,3 +76,25 @@ class ResolutionWatch:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def _sampled(self) -> Tensor:
+        assert self._parameter is not None
+        return self._parameter.detach().flatten()[:_SAMPLE]
+
+    def _has_gradient(self) -> Tensor | None:
+        assert self._parameter is not None
+        gradient = self._parameter.grad
+        return None if gradient is None else gradient.flatten()[:_SAMPLE] != 0
+
+    @torch.no_grad()
+    def _look_before(self) -> None:
+        active = len(self._counts) < _STEPS and any(float(group["lr"]) > 0 for group in self._groups.tagged)
+        self._before = self._sampled().clone() if active else None
+
+    @torch.no_grad()
+    def _look_after(self, should: Tensor | None) -> None:
+        if self._before is None or should is None:
+            return
+        moved = should & (self._sampled() != self._before)
+        self._counts.append(torch.stack([moved.sum(), should.sum()]))
+        self._before = None

@@ -1,0 +1,42 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+WORKERS ?= 2
+# One thread a worker: the tests' models are tiny, and two workers on two cores are the faster half of the bargain.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+
+.PHONY: demo test test-slow test-all check format bench bench-gpu clean
+
+$(VENV)/ready: constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(VENV)/ready
+	$(BIN)/routeguard demo
+
+test: $(VENV)/ready
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
+
+test-slow: $(VENV)/ready
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow
+
+test-all: test test-slow
+
+check: $(VENV)/ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/ready
+	$(BIN)/python -m benchmarks
+
+bench-gpu: $(VENV)/ready
+	$(BIN)/python -m benchmarks --device cuda
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

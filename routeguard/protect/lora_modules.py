@@ -1,0 +1,262 @@
+"""Every linear module of a model: in which kind of layer it sits, and what speaks against an adapter on it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from routeguard.routes.collection import Routes
+from routeguard.routes.names import canonical_name
+
+KIND_NAMES = {
+    "full": "full attention",
+    "linear": "linear attention",
+    "ssm": "state space",
+    "conv": "convolution",
+    "sliding": "sliding or chunked attention",
+    "mlp": "MLP",
+    "experts": "experts",
+    "other": "other",
+}
+KINDS = tuple(KIND_NAMES)
+
+REASONS = {
+    "routing": "full-attention queries and keys",
+    "fused": "one tensor holds query or key rows and other rows (half of a tensor cannot be excluded; fused='include' "
+    "adapts it whole, to be combined with RouteGuard(protect=Freeze()))",
+    "bypassed": "the layer's code reads the weight itself, so an adapter has no effect or fails",
+    "indexer": "the top-k indexer gets no gradient from the language-model loss",
+    "unsupported": "the module's own forward cannot be wrapped by an adapter",
+    "renamed": "for this model type PEFT redirects these names to the experts' 3-D tensors (target_parameters reaches those)",
+    "head": "output head",
+    "outside": "outside the text decoder (vision, audio, projectors)",
+    "kinds": "not among the kinds asked for",
+}
+
+_TOWER = re.compile(
+    r"vision|visual|image|img|audio|speech|acoustic|semantic_tok|encoder|projector|aligner|connector|resampler|perceiver"
+    r"|merger|qformer|abstractor|cross_?attn_layers|codec|vqmodel"
+)
+_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+_FEED_FORWARD = re.compile(
+    r"mlp|feed_?forward|ffn|moe|expert|^ff|^fc|dense_h_to|dense_4h|(up|down|gate|gate_up)_proj|router|^w[123]$|^linear_?[12]$"
+)
+_CONVOLUTION = ("conv", "short_conv")
+# In a Mamba block the fused kernels take the weights of out_proj and conv1d, and Mamba-1 multiplies by dt_proj's.
+_BYPASSED_IN_SSM = ("out_proj", "conv1d", "dt_proj")
+_BYPASSED = re.compile(r"\.router\.classifier$")  # longcat multiplies by `classifier.weight`
+# Subclasses of nn.Linear that return tuples (routers) or regroup their input.
+_UNSUPPORTED_CLASS = re.compile(r"Router|Grouped")
+
+
+@dataclass(frozen=True)
+class LinearModule:
+    """One linear module (`nn.Linear`, quantised or not, or Conv1D).
+
+    Attributes:
+        name: its name in `model.named_modules()`.
+        inner: its name inside the decoder layer, or inside the model if it is in no layer.
+        kind: one of `KINDS`.
+        layer: decoder layer index, None outside the layers.
+        left_out: key of `REASONS`, None if it may get an adapter.
+        num_rows, num_routing_rows: output features, and how many of them are query or key rows.
+    """
+
+    name: str
+    inner: str
+    kind: str
+    layer: int | None
+    left_out: str | None
+    num_rows: int
+    num_routing_rows: int
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Where the text decoder sits: its stacks of layers (canonical name to the index of their first layer)."""
+
+    stacks: Mapping[str, int]
+    attention: frozenset[str]
+    layer_kinds: tuple[str, ...]
+
+    @property
+    def root(self) -> str:
+        parents = [stack.split(".")[:-1] for stack in self.stacks]
+        shared = []
+        for segments in zip(*parents, strict=False):
+            if len(set(segments)) > 1:
+                break
+            shared.append(segments[0])
+        return ".".join(shared)
+
+    def locate(self, name: str) -> tuple[int | None, str]:
+        """Layer index (None outside the layers) and name inside the layer of a canonical name."""
+        for stack, offset in self.stacks.items():
+            match = re.match(rf"{re.escape(stack)}\.(\d+)\.(.+)$", name)
+            if match is not None:
+                return int(match[1]) + offset, match[2]
+        return None, name
+
+    def contains(self, name: str) -> bool:
+        """Whether a canonical name belongs to the text decoder rather than to a tower beside it."""
+        layer, _ = self.locate(name)
+        if layer is not None:
+            return True
+        prefix = f"{self.root}." if self.root else ""
+        return name.startswith(prefix) and not _TOWER.search(name.removeprefix(prefix))
+
+
+def find_decoder(routes: Routes) -> Decoder:
+    """Read off the stacks of decoder layers and the attention modules' place in them."""
+    stacks: dict[str, int] = {}
+    attention: set[str] = set()
+    for geometry in routes.attention:
+        segments = canonical_name(geometry.module).split(".")
+        numbers = [at for at, segment in enumerate(segments) if segment.isdigit()]
+        at = next((at for at in numbers if int(segments[at]) == geometry.layer), numbers[0])
+        stacks.setdefault(".".join(segments[:at]), geometry.layer - int(segments[at]))
+        attention.add(".".join(segments[at + 1 :]))
+    return Decoder(stacks, frozenset(attention), routes.layer_kinds)
+
+
+def linear_modules(
+    model: nn.Module, routes: Routes, *, layers: Iterable[int] | None = None
+) -> tuple[LinearModule, ...]:
+    """All linear modules of a model (PEFT-wrapped as well) in `named_modules()` order, tied modules at every use.
+
+    Args:
+        model: the model, on any device (meta as well).
+        routes: `find_routes(model)`, all full-attention layers.
+        layers: full-attention layers whose queries and keys are routing. Default: all of them.
+    """
+    decoder = find_decoder(routes)
+    held = routes if layers is None else routes.select(layers=layers)
+    parameters = dict(model.named_parameters())
+    routing = {id(parameters[name]): held.rows_of(name) for name in held.parameters if name in parameters}
+    heads = {id(base_layer(head)) for head in _output_heads(model)}
+    modules = dict(model.named_modules())
+    found = []
+    for name, module in top_level_modules(modules):
+        base = base_layer(module)
+        if not is_linear(base):
+            continue
+        canonical = canonical_name(name)
+        layer, inner = decoder.locate(canonical)
+        kind = _kind(inner, layer, decoder, _is_ssm_or_linear(name, modules))
+        weight: Any = base.weight
+        rows = routing.get(id(weight), ())
+        num_rows = int(getattr(base, "out_features", 0) or base.nf)
+        num_routing_rows = num_rows if rows is None else sum(stop - start for start, stop in rows)
+        reason = (
+            _routing_reason(num_routing_rows, num_rows)
+            or ("head" if id(base) in heads else None)
+            or (None if decoder.contains(canonical) else "outside")
+            or _unreachable(inner, kind, base)
+        )
+        found.append(LinearModule(name, inner, kind, layer, reason, num_rows, num_routing_rows))
+    return tuple(found)
+
+
+def base_layer(module: Any) -> Any:
+    """The module under an adapter, or the module itself."""
+    return module.get_base_layer() if is_adapter(module) else module
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Whether a PEFT tuner has wrapped this module."""
+    return "base_layer" in module._modules and callable(getattr(module, "get_base_layer", None))
+
+
+def is_linear(module: nn.Module) -> bool:
+    """`nn.Linear` (bitsandbytes' 4-bit and 8-bit ones are subclasses) or transformers' Conv1D."""
+    return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+
+
+def top_level_modules(modules: Mapping[str, nn.Module]) -> Iterable[tuple[str, nn.Module]]:
+    """Named modules without what lies inside an adapter (its base layer, its A and B)."""
+    inside: str | None = None
+    for name, module in modules.items():
+        if inside is not None and name.startswith(inside):
+            continue
+        inside = f"{name}." if is_adapter(module) else None
+        yield name, module
+
+
+def expert_tensors(model: nn.Module, routes: Routes) -> tuple[tuple[str, str], ...]:
+    """(name, name inside the layer) of the decoder's 3-D parameters outside convolutions: stacked experts."""
+    decoder = find_decoder(routes)
+    modules = dict(model.named_modules())
+    found = []
+    for name, parameter in model.named_parameters():
+        owner = modules[name.rpartition(".")[0]]
+        layer, inner = decoder.locate(canonical_name(name))
+        is_convolution = isinstance(owner, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) or "conv" in inner
+        if layer is not None and parameter.ndim == 3 and not is_convolution and ".lora_" not in name:
+            found.append((name, inner))
+    return tuple(found)
+
+
+def _routing_reason(num_routing_rows: int, num_rows: int) -> str | None:
+    if num_routing_rows == 0:
+        return None
+    return "routing" if num_routing_rows == num_rows else "fused"
+
+
+def _unreachable(inner: str, kind: str, base: nn.Module) -> str | None:
+    segments = inner.split(".")
+    if "indexer" in segments:
+        return "indexer"
+    if (kind == "ssm" and segments[-1] in _BYPASSED_IN_SSM) or _BYPASSED.search(f".{inner}"):
+        return "bypassed"
+    return "unsupported" if _UNSUPPORTED_CLASS.search(type(base).__name__) else None
+
+
+def _is_ssm_or_linear(name: str, modules: Mapping[str, nn.Module]) -> str | None:
+    """Mamba blocks own `A_log` and the skip weights `D`; gated linear attention owns `A_log` alone."""
+    while name:
+        name = name.rpartition(".")[0]
+        owned = modules[name]._parameters
+        if "A_log" in owned:
+            return "ssm" if "D" in owned else "linear"
+    return None
+
+
+def _kind(inner: str, layer: int | None, decoder: Decoder, recurrent: str | None) -> str:
+    if layer is None:
+        return "other"
+    layer_kind = decoder.layer_kinds[layer] if layer < len(decoder.layer_kinds) else "other"
+    long_range = layer_kind in ("full", "sparse")
+    if long_range and any(place and inner.startswith(f"{place}.") for place in decoder.attention):
+        return "full"
+    if recurrent is not None:
+        return recurrent
+    segments = inner.split(".")
+    rules: Sequence[tuple[str, Callable[[], bool]]] = (
+        ("conv", lambda: any(segment in _CONVOLUTION for segment in segments)),
+        ("other", lambda: "cross" in inner),
+        ("sliding", lambda: layer_kind in ("sliding", "chunked") and bool(_ATTENTION.search(inner))),
+        ("linear", lambda: layer_kind == "other" and bool(_ATTENTION.search(inner))),
+        ("experts", lambda: "experts" in segments),
+        ("mlp", lambda: any(_FEED_FORWARD.search(segment) for segment in segments)),
+        ("linear", lambda: "mixer" in segments),
+        ("full", lambda: long_range and "" in decoder.attention),
+    )
+    return next((kind for kind, holds in rules if holds()), "other")
+
+
+def _output_heads(model: nn.Module) -> list[nn.Module]:
+    heads = []
+    for module in model.modules():
+        find = getattr(module, "get_output_embeddings", None)
+        if callable(find):
+            try:
+                head = find()
+            except (AttributeError, NotImplementedError):
+                continue
+            if isinstance(head, nn.Module):
+                heads.append(head)
+    return heads

@@ -1,0 +1,258 @@
+"""`RouteGuard`: the Trainer callback. It decides when; the work is done by plain functions elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+from routeguard.protect.freeze import Frozen, freeze
+from routeguard.protect.groups import RoutingGroups, split_groups
+from routeguard.protect.held import Held, held_parameters, quantised_routes
+from routeguard.protect.anchor import anchored
+from routeguard.protect.modes import (
+    Anchor,
+    Freeze,
+    LowLR,
+    Protection,
+    Restoration,
+    as_protection,
+    as_restoration,
+)
+from routeguard.protect.optimizers import inner_optimizer
+from routeguard.routes.collection import ROUTING_ROLES, Role, Routes
+from routeguard.routes.find import find_routes
+from routeguard.training.engines import refuse_partial_freeze, refuse_unsupported_engine
+from routeguard.training.session import Session
+from routeguard.training.trainer_access import HINT, find_trainer, holds, resumed_folder, run_first
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class RouteGuard(TrainerCallback):  # type: ignore[misc]
+    """Keep where full attention looks while a model is fine-tuned: `SFTTrainer(..., callbacks=[RouteGuard()])`.
+
+    Finds the query and key projections of the full-attention layers, protects them, logs their drift, and can put them back
+    at the end. Prints what it holds before the first step. Needs no change to the model.
+
+    Args:
+        protect: `Freeze()` (default), `LowLR(scale)`, `Anchor(strength)`, `Track()`, or "freeze", "low_lr", "anchor", "track".
+        restore: `QKRestore()`, `QKPro(ridge)`, `Interpolate(alpha)`, "qk", "qk_pro", "interpolate", or None (default). The
+            paper's method is `RouteGuard(protect=Track(), restore=QKRestore())`.
+        reference: the start to protect. None (default): the live weights of a fresh run, and on resume the start that the
+            run has kept. "start": the live weights when `train()` begins, whatever came before. Or a model, a state dict, a
+            checkpoint folder or file, or a guard's sidecar.
+        layers: narrow to these full-attention layers (indices).
+        roles: "query" and "key" (default), or one of them.
+        norms: also hold the gains of query and key norms. Default no.
+        insist: go on where a resumed run's settings or start differ from before.
+
+    Raises:
+        ValueError: at construction for settings that make no sense; in the Trainer's constructor when the model has nothing
+            to guard or the mode cannot hold there; in `train()` when a resumed run does not fit.
+    """
+
+    def __init__(
+        self,
+        protect: str | Protection = "freeze",
+        restore: str | Restoration | None = None,
+        *,
+        reference: Any = None,
+        layers: Iterable[int] | None = None,
+        roles: Iterable[Role] = ROUTING_ROLES,
+        norms: bool = False,
+        insist: bool = False,
+    ) -> None:
+        self.protect = as_protection(protect)
+        self.restore = as_restoration(restore)
+        if isinstance(self.protect, Freeze) and self.restore is not None:
+            raise ValueError(
+                "Freeze() with restore= is meaningless: frozen queries and keys have nothing to be restored from. Use "
+                "RouteGuard() or RouteGuard(protect=Track(), restore=QKRestore())"
+            )
+        self.reference = reference
+        self.layers = None if layers is None else tuple(layers)
+        self.roles: tuple[Role, ...] = (roles,) if isinstance(roles, str) else tuple(roles)  # type: ignore[assignment]
+        self.norms = norms
+        self.insist = insist
+        self.summary: str | None = None
+        self.routes: Routes | None = None
+        self._trainer: Any = None
+        self._guarded: Any = None  # the model that `_protect` saw
+        self._frozen: Frozen | None = None
+        self._groups: RoutingGroups | None = None
+        self._session: Session | None = None
+        self._original_create_optimizer: Any = None
+
+    # -- reaching the trainer --------------------------------------------------------------------------------------
+
+    def attach(self, trainer: Any) -> RouteGuard:
+        """Guard a Trainer that is already constructed; to be called before `trainer.train()`. Returns self.
+
+        Raises ValueError if the trainer already has an optimizer or another guard.
+        """
+        if self._trainer is trainer:
+            return self
+        if trainer.optimizer is not None and not isinstance(self.protect, Freeze):
+            self._refuse_existing_optimizer(trainer)
+        if not holds(trainer, self):
+            trainer.add_callback(self)
+        self._install(trainer, trainer.model)
+        return self
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = find_trainer(self)
+        self._install(trainer, kwargs["model"] if trainer is None else trainer.model)
+
+    def _install(self, trainer: Any, model: nn.Module) -> None:
+        if trainer is not None:
+            others = [c for c in trainer.callback_handler.callbacks if isinstance(c, RouteGuard) and c is not self]
+            if others:
+                raise ValueError("this Trainer already has a RouteGuard; give one guard all the settings")
+            refuse_unsupported_engine(trainer, self.protect, self.restore)
+            if trainer.optimizer is not None and not isinstance(self.protect, Freeze):
+                self._refuse_existing_optimizer(trainer)
+        self._protect(model)
+        if trainer is None and not isinstance(self.protect, Freeze):
+            raise ValueError(HINT)
+        if trainer is not None and self._frozen is not None:
+            refuse_partial_freeze(trainer, self._frozen)
+        self._trainer = trainer
+        if trainer is not None:
+            run_first(trainer, self)
+            self._wrap_create_optimizer(trainer)
+
+    def _refuse_existing_optimizer(self, trainer: Any) -> None:
+        if isinstance(self.protect, (LowLR, Anchor)) and trainer.lr_scheduler is not None:
+            raise ValueError(
+                f"the Trainer was given an optimizer and a scheduler, whose groups {self.protect.name} can no longer split; give "
+                "it neither (optimizer_cls_and_kwargs or args choose them), or build the groups with routeguard.param_groups"
+            )
+
+    # -- protecting the model --------------------------------------------------------------------------------------
+
+    def _protect(self, model: nn.Module) -> None:
+        """Find the routes of a model and freeze them if that is the mode. Called again for a model that `model_init` made."""
+        routes = find_routes(model, layers=self.layers, roles=self.roles, norms=self.norms)
+        if not routes:
+            raise ValueError(
+                f"no routing rows to hold in {routes.model_type!r} with roles {self.roles}: only rows shared with the values exist"
+            )
+        held = held_parameters(model, routes)
+        _refuse_quantised_full_fine_tuning(model, routes, held)
+        if isinstance(self.protect, (LowLR, Anchor)) and not any(h.trainable for h in held):
+            raise ValueError(
+                f"{self.protect.name} found {len(held)} routing tensors, none of them trainable (an adapter elsewhere, or frozen "
+                "by hand): queries and keys cannot move. Use protect='track' to log their drift, or 'freeze'"
+            )
+        if self._frozen is not None:
+            self._frozen.detach()
+        self._frozen = freeze(model, routes) if isinstance(self.protect, Freeze) else None
+        self.routes = routes
+        self._guarded = model
+
+    def _wrap_create_optimizer(self, trainer: Any) -> None:
+        original = trainer.create_optimizer
+
+        def create_optimizer(*args: Any, **kwargs: Any) -> Any:
+            if trainer.model is not self._guarded:
+                self._protect(trainer.model)
+            optimizer = original(*args, **kwargs)
+            self._split(optimizer)
+            return optimizer
+
+        self._original_create_optimizer = original
+        trainer.create_optimizer = create_optimizer
+
+    def _split(self, optimizer: Any) -> None:
+        """Give routing its tagged groups, once for each optimizer."""
+        assert self.routes is not None
+        if not isinstance(self.protect, (LowLR, Anchor)):
+            return
+        inner = inner_optimizer(optimizer)
+        if self._groups is not None and self._groups.optimizer is inner:
+            return
+        held = held_parameters(self._guarded, self.routes)
+        if isinstance(self.protect, Anchor):
+            self._groups = split_groups(inner, anchored(held, self._guarded), tag=Anchor.name, weight_decay=0.0)
+        else:
+            self._groups = split_groups(inner, held, tag=LowLR.name, scale=self.protect.scale)
+
+    # -- training --------------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.routes is None:
+            raise ValueError(f"RouteGuard was added to a Trainer that was already constructed. {HINT}")
+        self._close()
+        trainer = self._trainer
+        if trainer is None and self._guarded is not kwargs["model"]:
+            raise ValueError(f"the model was made again after RouteGuard saw it (model_init). {HINT}")
+        if isinstance(self.protect, Freeze) and self._frozen is not None:
+            for held in self._frozen.whole:
+                if held.parameter.requires_grad:
+                    raise ValueError(f"{held.name} was frozen and is trainable again: something unfroze it before train()")
+        self._session = Session(
+            guard=self,
+            model=self._guarded,
+            optimizer=inner_optimizer(kwargs["optimizer"]),
+            frozen=self._frozen,
+            groups=self._groups,
+            output_dir=args.output_dir,
+            resumed_from=resumed_folder(trainer) if trainer is not None else None,
+            resumed_step=state.global_step,
+            is_main=state.is_world_process_zero,
+            trainer=trainer,
+        )
+        self.summary = self._session.summary
+        if state.is_world_process_zero:
+            print(self.summary, flush=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._session is not None:
+            self._session.after_step(state.global_step)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._session is not None and state.is_world_process_zero:
+            self._session.write_checkpoint_state(f"{args.output_dir}/checkpoint-{state.global_step}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._session is not None:
+            self._session.finish(kwargs["model"], self.restore)
+        self._close()
+
+    def _close(self) -> None:
+        """Take away every hook of the last `train()`."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def detach(self) -> None:
+        """Leave the Trainer as if there had been no guard: hooks, wrappers and the callback go; frozen parameters thaw."""
+        self._close()
+        if self._frozen is not None:
+            self._frozen.release()
+            self._frozen = None
+        if self._trainer is not None:
+            if "create_optimizer" in vars(self._trainer):
+                del self._trainer.create_optimizer
+            self._trainer.remove_callback(self)
+            self._trainer = None
+        self.routes = None
+        self._guarded = None
+
+
+def _refuse_quantised_full_fine_tuning(model: nn.Module, routes: Routes, held: list[Held]) -> None:
+    names = quantised_routes(model, routes)
+    if names and not any(h.part != "base" for h in held) and not _has_adapters(model):
+        raise ValueError(
+            f"{names[0]} (and {len(names) - 1} more routing tensors) is stored quantised and there is no adapter: full "
+            "fine-tuning cannot train or protect quantised weights. Add a LoRA adapter, or load the model unquantised"
+        )
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    from routeguard.protect.held import peft_configs
+
+    return bool(peft_configs(model))

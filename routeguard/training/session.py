@@ -1,0 +1,242 @@
+"""One guarded `train()` call: everything that exists between its first and last step, and is gone afterwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from routeguard.drift.meter import DriftMeter, DriftSample
+from routeguard.drift.record import DriftRecord
+from routeguard.protect.anchor import AnchorPull
+from routeguard.protect.freeze import Frozen
+from routeguard.protect.groups import RoutingGroups
+from routeguard.protect.held import Held, held_parameters
+from routeguard.protect.modes import Anchor, Freeze, Restoration
+from routeguard.restore.in_memory import restore
+from routeguard.restore.reference import save_reference
+from routeguard.training.log_metrics import LogWrapper
+from routeguard.training.resolution import ResolutionWatch
+from routeguard.training.run_state import DRIFT_FILE, FOLDER, REFERENCE_FILE, RunState, settings, write_atomically, write_state
+from routeguard.training.start import find_start
+from routeguard.training.stillness import Stillness
+from routeguard.training.summary import summarise
+
+if TYPE_CHECKING:
+    from routeguard.training.guard import RouteGuard
+
+_MAX_PENDING = 1000  # steps queued on the device when nothing is logged
+
+
+class Session:
+    """Built in `on_train_begin`, stepped in `on_step_end`, closed at the end or when the next one begins."""
+
+    def __init__(
+        self,
+        guard: RouteGuard,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        frozen: Frozen | None,
+        groups: RoutingGroups | None,
+        output_dir: str,
+        resumed_from: str | None,
+        resumed_step: int,
+        is_main: bool,
+        trainer: Any,
+    ) -> None:
+        assert guard.routes is not None
+        self.guard = guard
+        self.folder = Path(output_dir) / FOLDER
+        self.is_main = is_main
+        self.frozen = frozen
+        self.groups = groups
+        self.pull: AnchorPull | None = None
+        self.watch: ResolutionWatch | None = None
+        self.meter: DriftMeter | None = None
+        self.log: LogWrapper | None = None
+        self.trainer = trainer
+        self._step = resumed_step
+        held = held_parameters(model, guard.routes)
+        _refuse_nan(held)
+        start = find_start(
+            guard.reference,
+            model,
+            held,
+            self._state("", "", 1),
+            guard.protect,
+            output_dir=Path(output_dir),
+            resumed_from=Path(resumed_from) if resumed_from else None,
+            resumed_step=resumed_step,
+            insist=guard.insist,
+        )
+        self.reference = start.reference
+        self.state = self._state(start.reference.digest, start.reference.origin, start.stage)
+        starts = {} if isinstance(guard.protect, Freeze) else _on_device(held, start.reference)
+        try:
+            self._start_protection(optimizer, starts)
+            self.still = Stillness(frozen) if frozen is not None else None
+            if not isinstance(guard.protect, Freeze):
+                self.meter = DriftMeter(model, guard.routes, held, starts)
+            self.summary = self._summary(held, optimizer, starts)
+            if is_main:
+                self._write_start(model, resumed_step)
+            if trainer is not None:
+                self.log = LogWrapper(trainer, self.metrics)
+        except BaseException:
+            self.close()
+            raise
+
+    def after_step(self, step: int) -> None:
+        """Queue this step's drift on the device and check that the protection is still in force."""
+        self._step = step
+        if self.groups is not None:
+            self.groups.check()
+        if self.meter is not None:
+            self.meter.measure(step)
+            if self.meter.num_pending >= _MAX_PENDING:
+                self._write(self.meter.read(routing=False))
+
+    def metrics(self) -> dict[str, float]:
+        """What a log line gets: writes the queued steps to the drift file and returns the newest as flat numbers."""
+        if self.watch is not None:
+            self.watch.report()
+        if self.meter is None:
+            assert self.still is not None
+            self.still.check()
+            samples = [DriftSample(self._step, dict.fromkeys(_cells(self.guard), 0.0))]
+        else:
+            samples = self.meter.read()
+        self._write(samples)
+        return flat_metrics(samples[-1]) if samples else {}
+
+    def write_checkpoint_state(self, folder: str) -> None:
+        """Leave `routeguard.json` in a checkpoint that the Trainer has just written."""
+        if Path(folder).is_dir():
+            write_state(Path(folder), self.state)
+
+    def finish(self, model: nn.Module, method: Restoration | None) -> None:
+        """The end of training: last drift, then the restore if one was asked for."""
+        self.metrics()
+        if method is None:
+            return
+        report = restore(
+            model, self.reference, method=method, roles=self.guard.roles, layers=self.guard.layers, norms=self.guard.norms
+        )
+        if self.is_main:
+            write_atomically(self.folder / "restore.json", json.dumps(report.to_dict(), indent=2))
+            print(report, flush=True)
+
+    def close(self) -> None:
+        """Remove every hook and wrapper of this `train()`; the model's frozen parameters stay frozen."""
+        for part in (self.log, self.watch, self.pull, self.groups):
+            if part is not None:
+                part.remove()
+        if self.frozen is not None:
+            self.frozen.detach_optimizers()
+
+    # -- building --------------------------------------------------------------------------------------------------
+
+    def _start_protection(self, optimizer: torch.optim.Optimizer, starts: dict[str, Tensor]) -> None:
+        if self.frozen is not None:
+            self.frozen.attach(optimizer)
+        if self.groups is not None:
+            self.groups.reassert()
+            self.groups.arm()
+            self.groups.check()
+            if isinstance(self.guard.protect, Anchor):
+                self.pull = AnchorPull(self.groups, starts, self.guard.protect)
+            self.watch = ResolutionWatch(self.groups, self.pull)
+
+    def _state(self, digest: str, origin: str, stage: int) -> RunState:
+        guard = self.guard
+        assert guard.routes is not None
+        protect = settings(guard.protect)
+        assert protect is not None
+        return RunState(
+            protect=protect,
+            restore=settings(guard.restore),
+            layers=guard.routes.layers,
+            roles=guard.roles,
+            norms=guard.norms,
+            reference_digest=digest,
+            reference_origin=origin,
+            stage=stage,
+        )
+
+    def _summary(self, held: Sequence[Held], optimizer: torch.optim.Optimizer, starts: dict[str, Tensor]) -> str:
+        guard = self.guard
+        assert guard.routes is not None
+        frozen_rows = [] if self.frozen is None else list(self.frozen.start.values())
+        copies = {t.data_ptr(): t.numel() * t.element_size() for t in (*starts.values(), *frozen_rows)}
+        return summarise(
+            guard.routes,
+            held,
+            guard.protect,
+            guard.restore,
+            learning_rate=float(optimizer.param_groups[0].get("initial_lr", optimizer.param_groups[0]["lr"])),
+            copy_bytes=sum(copies.values()),
+            reference_origin=self.reference.origin,
+            obstacles=self.meter.obstacles if self.meter is not None else {},
+        )
+
+    def _write_start(self, model: nn.Module, resumed_step: int) -> None:
+        write_state(self.folder, self.state)
+        if not isinstance(self.guard.protect, Freeze):
+            path = self.folder / REFERENCE_FILE
+            if not path.is_file() or resumed_step == 0:
+                _keep_other(path)
+                save_reference(self.reference, path)
+        header = {"protect": self.state.protect, "restore": self.state.restore, "reference_digest": self.state.reference_digest}
+        self.record = DriftRecord(self.folder / DRIFT_FILE, header, resume_step=resumed_step)
+
+    def _write(self, samples: Sequence[DriftSample]) -> None:
+        if self.is_main:
+            self.record.append(samples)
+
+
+def flat_metrics(sample: DriftSample) -> dict[str, float]:
+    """A sample as reporter metrics: mean drift by role, the largest, and the logit form's mean and largest over heads."""
+    metrics = {}
+    for role in dict.fromkeys(role for _, role in sample.factors):
+        mean = sample.of_role(role)
+        if mean is not None:
+            metrics[f"routeguard/drift_{role}"] = mean
+    if sample.factors:
+        metrics["routeguard/drift_max"] = max(sample.factors.values())
+    heads = [value for layer in sample.routing.values() for value in layer]
+    if heads:
+        metrics["routeguard/routing_drift"] = sum(heads) / len(heads)
+        metrics["routeguard/routing_drift_max"] = max(heads)
+    return metrics
+
+
+def _cells(guard: RouteGuard) -> list[tuple[int, str]]:
+    return list(dict.fromkeys((route.layer, route.role) for route in guard.routes or ()))
+
+
+def _on_device(held: Sequence[Held], reference: Any) -> dict[str, Tensor]:
+    return {
+        h.name: reference.values(h.canonical, h.rows, h.dim).to(h.parameter.device, h.parameter.dtype, copy=True)
+        for h in held
+        if h.trainable
+    }
+
+
+def _refuse_nan(held: Sequence[Held]) -> None:
+    for h in held:
+        if h.parameter.dtype.is_floating_point and not bool(torch.isfinite(h.parameter.detach()).all()):
+            raise ValueError(f"{h.name} has NaN or infinite entries before the first step: there is no sound start to protect")
+
+
+def _keep_other(path: Path) -> None:
+    """Move another run's reference aside instead of overwriting it."""
+    if path.is_file():
+        number = 1
+        while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+            number += 1
+        path.rename(aside)
