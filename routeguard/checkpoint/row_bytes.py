@@ -19,7 +19,7 @@ CHUNK_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies on disk: file, shape, dtype (torch's name) and the absolute byte offset of its first element."""
+    """Where a tensor lies on disk: file, shape, dtype (torch's name), and the byte offset of its first element."""
 
     name: str
     file: Path
@@ -33,7 +33,7 @@ class StoredTensor:
 
 
 def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
-    """Canonical name to `StoredTensor` of every tensor of some safetensors files. Raises ValueError for a malformed file."""
+    """Canonical name to `StoredTensor` of every tensor in some safetensors files; ValueError for a malformed one."""
     return {canonical_name(tensor.name): tensor for file in files for tensor in _tensors_of(file)}
 
 
@@ -42,15 +42,25 @@ def stored_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     return stored_tensors(safetensors_files(folder))
 
 
+def adapter_file(folder: Path) -> Path:
+    """The weights of a PEFT adapter folder. Raises ValueError if they are absent or pickled."""
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file():
+        raise ValueError(f"{folder} holds adapter_config.json but no adapter_model.safetensors")
+    return file
+
+
 def read_metadata(file: Path) -> dict[str, str]:
-    """The free-form metadata of a safetensors header, empty if there is none. Raises ValueError for a malformed file."""
+    """The free-form metadata of a safetensors header, empty if there is none; ValueError for a malformed file."""
     read_header(file)
     with file.open("rb") as stream:
         metadata = json.loads(stream.read(_header_bytes(file, stream.read(8)))).get("__metadata__")
     return {str(key): str(value) for key, value in metadata.items()} if isinstance(metadata, dict) else {}
 
 
-def row_chunks(tensor: StoredTensor, rows: Rows | None, dim: int, *, chunk_elements: int | None = None) -> Iterator[bytes]:
+def row_chunks(
+    tensor: StoredTensor, rows: Rows | None, dim: int, *, chunk_elements: int | None = None
+) -> Iterator[bytes]:
     """The bytes of the rows, concatenated along `dim`, in row-major order, in chunks of equally many elements.
 
     Args:
@@ -108,7 +118,9 @@ def locate_rows(have: Rows | None, want: Rows | None, *, total: int, what: str) 
                 break
             offset += kept_stop - kept_start
         else:
-            raise ValueError(f"rows [{start}, {stop}) of {what} are wanted, but only rows {list(merge_rows(have))} are kept")
+            raise ValueError(
+                f"rows [{start}, {stop}) of {what} are wanted, but only rows {list(merge_rows(have))} are kept"
+            )
     return None if tuple(located) == ((0, sum(b - a for a, b in have)),) else tuple(located)
 
 
@@ -147,7 +159,9 @@ def _segments(tensor: StoredTensor, rows: Rows | None, dim: int) -> Iterator[tup
         return
     outside = [r for r in rows if not 0 <= r[0] <= r[1] <= shape[dim]]
     if outside:
-        raise ValueError(f"{tensor.name} in {tensor.file} has {shape[dim]} rows along dimension {dim}; asked for {outside}")
+        raise ValueError(
+            f"{tensor.name} in {tensor.file} has {shape[dim]} rows along dimension {dim}; asked for {outside}"
+        )
     inner = prod(shape[dim + 1 :]) * tensor.item_bytes
     for outer in range(prod(shape[:dim])):
         for start, stop in rows:

@@ -32,12 +32,14 @@ def adapted_modules(held: Sequence[Held]) -> dict[str, list[Held]]:
 
 
 def refuse_merged(model: nn.Module, routes: Sequence[Route]) -> None:
-    """Raise ValueError if an adapter is merged into a routed weight: neither the weight nor the adapter is then its start."""
-    merged = [name for name in dict.fromkeys(r.parameter for r in routes) if getattr(peft_layer(model, name), "merged", False)]
+    """Raise ValueError if an adapter is merged into a routed weight: the weight then holds what the adapter learned."""
+    merged = [
+        name for name in dict.fromkeys(r.parameter for r in routes) if getattr(peft_layer(model, name), "merged", False)
+    ]
     if merged:
         raise ValueError(
-            f"adapters are merged into {len(merged)} routed weights (first: {merged[0]}); call unmerge_adapter() before restoring, "
-            "or merge_and_unload() and restore the plain model from the base checkpoint"
+            f"adapters are merged into {len(merged)} routed weights (first: {merged[0]}); call unmerge_adapter() "
+            "before restoring, or merge_and_unload() and restore the plain model from the base checkpoint"
         )
 
 
@@ -47,7 +49,9 @@ def peft_layer(model: nn.Module, parameter: str) -> Any:
     return model.get_submodule(owner) if marker else None
 
 
-def restored_adapter(model: nn.Module, group: Sequence[Held], reference: Reference, method: Restoration) -> dict[str, Tensor]:
+def restored_adapter(
+    model: nn.Module, group: Sequence[Held], reference: Reference, method: Restoration
+) -> dict[str, Tensor]:
     """New values for the tensors of one adapted module, by name in the model: the held rows of those that change.
 
     With the initial adapter tensors in the reference they are put back; with only the base weight, a LoRA that started
@@ -59,8 +63,8 @@ def restored_adapter(model: nn.Module, group: Sequence[Held], reference: Referen
     where = group[0].name.partition(".lora_")[0]
     if isinstance(method, QKPro):
         raise ValueError(
-            f"QK-Pro is not defined inside an adapter ({where}): its result has no low-rank form. Merge the adapter first "
-            "(merge_and_unload) and restore the plain model, or use method='qk'"
+            f"QK-Pro is not defined inside an adapter ({where}): its result has no low-rank form. Merge the adapter "
+            "first (merge_and_unload) and restore the plain model, or use method='qk'"
         )
     initial = {piece.name: reference.tensors.get(piece.canonical) for piece in group}
     known = {name: values for name, values in initial.items() if values is not None}
@@ -73,10 +77,16 @@ def restored_adapter(model: nn.Module, group: Sequence[Held], reference: Referen
     return _put_back(group, known, where)
 
 
-def adapter_drift(model: nn.Module, group: Sequence[Held], reference: Reference, route: Route) -> tuple[float, float] | None:
+def adapter_drift(
+    model: nn.Module, group: Sequence[Held], reference: Reference, route: Route
+) -> tuple[float, float] | None:
     """Squared norms of (movement, start weight) of a route's rows inside a LoRA, or None where they cannot be told."""
     layer = peft_layer(model, route.parameter)
-    if not hasattr(layer, "lora_A") or any(piece.part in ("magnitude", "adapter") for piece in group) or len(route.shape) != 2:
+    if (
+        not hasattr(layer, "lora_A")
+        or any(piece.part in ("magnitude", "adapter") for piece in group)
+        or len(route.shape) != 2
+    ):
         return None
     base = reference.tensors.get(canonical_name(route.parameter))
     if base is not None:
@@ -107,8 +117,8 @@ def _initial(group: Sequence[Held], reference: Reference, part: str, adapter: st
 
 def _refuse_unknown_start(model: nn.Module, group: Sequence[Held], where: str, reference: Reference) -> None:
     remedy = (
-        "give a reference with the initial adapter tensors: what the guard kept (routeguard/reference.safetensors), or the "
-        "state dict or adapter folder saved before the first step"
+        "give a reference with the initial adapter tensors: what the guard kept (routeguard/reference.safetensors), or "
+        "the state dict or adapter folder saved before the first step"
     )
     other = [piece.name for piece in group if piece.part == "adapter"]
     if other:
@@ -117,8 +127,8 @@ def _refuse_unknown_start(model: nn.Module, group: Sequence[Held], where: str, r
     unknown = [adapter for adapter in adapters if not starts_at_zero(model, adapter)]
     if unknown:
         raise ValueError(
-            f"adapter {unknown[0]!r} on {where} did not start at zero (PiSSA, OLoRA, LoftQ or random B), and the reference "
-            f"({reference.origin}) lacks its initial tensors: setting B to zero would not give the start back; {remedy}"
+            f"adapter {unknown[0]!r} on {where} did not start at zero (PiSSA, OLoRA, LoftQ or random B), and the "
+            f"reference ({reference.origin}) lacks its initial tensors: setting B to zero would not give the start back; {remedy}"
         )
 
 
@@ -133,8 +143,8 @@ def _check_base(model: nn.Module, group: Sequence[Held], reference: Reference) -
     mine = take_rows(weight.detach(), rows, dim).cpu()
     if not torch.equal(mine, reference.tensors[name].to(mine.dtype)):
         raise ValueError(
-            f"the weight under the adapter, {route.parameter}, is not that of the reference ({reference.origin}); taking the "
-            "adapter off would give other weights. Give the checkpoint that the adapter was trained on"
+            f"the weight under the adapter, {route.parameter}, is not that of the reference ({reference.origin}); taking "
+            "the adapter off would give other weights. Give the checkpoint that the adapter was trained on"
         )
 
 
@@ -156,7 +166,9 @@ def _initial_magnitude(model: nn.Module, piece: Held) -> Tensor:
     layer = peft_layer(model, piece.routes[0].parameter)
     weight = dequantize_module_weight(layer.get_base_layer()).detach()
     magnitude = layer.lora_magnitude_vector[_adapter_of(piece)]
-    norm: Tensor = magnitude.get_weight_norm(weight.to(piece.parameter.dtype), torch.zeros((), device=weight.device), 1.0)
+    norm: Tensor = magnitude.get_weight_norm(
+        weight.to(piece.parameter.dtype), torch.zeros((), device=weight.device), 1.0
+    )
     return norm.detach().reshape(piece.parameter.shape).to(piece.parameter.dtype)
 
 
@@ -168,12 +180,17 @@ def _put_back(group: Sequence[Held], known: dict[str, Tensor], where: str) -> di
     for piece in group:  # A serves the rows beside the held ones too, so it stays
         if piece.part == "lora_A" and piece.name in starts:
             a0 = starts.pop(piece.name)
-            b0 = next(s for p in group if p.part == "lora_B" and _adapter_of(p) == _adapter_of(piece) for s in [starts[p.name]])
+            b0 = next(
+                s
+                for p in group
+                if p.part == "lora_B" and _adapter_of(p) == _adapter_of(piece)
+                for s in [starts[p.name]]
+            )
             if b0.any() and not torch.equal(a0, piece.parameter.detach().cpu()):
                 raise ValueError(
-                    f"{where} is held in part, its adapter did not start at zero and lora_A has moved: no value of the held "
-                    "rows of lora_B gives the start back without touching the other rows. Restore all its rows, or merge "
-                    "the adapter and restore the plain model"
+                    f"{where} is held in part, its adapter did not start at zero and lora_A has moved: no value of the "
+                    "held rows of lora_B gives the start back without touching the other rows. Restore all its rows, or "
+                    "merge the adapter and restore the plain model"
                 )
     return starts
 
@@ -187,12 +204,14 @@ def _interpolated(group: Sequence[Held], known: dict[str, Tensor], alpha: float,
         if piece.part == "adapter" or (piece.part == "lora_B" and known[piece.name].any()):
             what = "is not LoRA" if piece.part == "adapter" else "did not start at zero"
             raise ValueError(
-                f"the adapter on {where} {what}, so ΔW cannot be shrunk inside it. Merge it first (merge_and_unload) and "
-                "interpolate the plain model, or use method='qk'"
+                f"the adapter on {where} {what}, so ΔW cannot be shrunk inside it. Merge it first (merge_and_unload) "
+                "and interpolate the plain model, or use method='qk'"
             )
         if piece.part != "lora_A":
             now = take_rows(piece.parameter.detach(), piece.rows, piece.dim)
-            moved[piece.name] = ((1 - alpha) * now.float() + alpha * known[piece.name].to(now.device).float()).to(now.dtype)
+            moved[piece.name] = ((1 - alpha) * now.float() + alpha * known[piece.name].to(now.device).float()).to(
+                now.dtype
+            )
     return moved
 
 

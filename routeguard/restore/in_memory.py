@@ -49,7 +49,7 @@ def restore(
 
     Args:
         model: the tuned model, wrapped in PEFT, `torch.compile` or DDP or not.
-        reference: the start: a model, a state dict, a checkpoint folder, a safetensors file, or what a guarded run kept.
+        reference: the start: a model, a state dict, a checkpoint folder, a safetensors file, what a guarded run kept.
         method: "qk" (QK-Restore, the paper's Algorithm 1), "qk_pro" (ridge form, §7.4), "interpolate", or one of the
             objects `QKRestore()`, `QKPro(ridge=…)`, `Interpolate(alpha=…)`. Default "qk".
         roles: "query", "key", and for ablations "value" and "output". Default: query and key.
@@ -82,7 +82,7 @@ def restored(
     insist: bool = False,
     routes: Routes | None = None,
 ) -> Iterator[RestoreReport]:
-    """`with restored(model, start): evaluate(model)`: the repaired weights inside, the tuned ones back bit for bit after.
+    """`with restored(model, start): evaluate(model)`: repaired weights inside, the tuned ones back bit for bit after.
 
     Arguments and errors are those of `restore`. The tuned rows come back on exceptions too.
     """
@@ -132,8 +132,8 @@ def _plan(
     movable = [piece for piece in held if not is_quantised(piece.parameter)]
     if len(movable) < len(held):
         notes.append(
-            f"{len(held) - len(movable)} routed base weights are quantised and carry no adapter: they cannot have moved, and "
-            "are left alone (nothing is requantised)"
+            f"{len(held) - len(movable)} routed base weights are quantised and carry no adapter: they cannot have moved, "
+            "and are left alone (nothing is requantised)"
         )
     _refuse_not_finite(movable, reference)
     values, method_notes = _new_values(model, movable, routes, reference, mode)
@@ -155,11 +155,14 @@ def _refuse_other_roles(routes: Routes) -> None:
 
 
 def _refuse_not_finite(held: Sequence[Held], reference: Reference) -> None:
-    bad = [f"{p.name} in the model" for p in held if not take_rows(p.parameter.detach(), p.rows, p.dim).isfinite().all()]
+    bad = [
+        f"{p.name} in the model" for p in held if not take_rows(p.parameter.detach(), p.rows, p.dim).isfinite().all()
+    ]
     bad += [f"{name} in the reference" for name, values in reference.tensors.items() if not values.isfinite().all()]
     if bad:
+        more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
         raise ValueError(
-            f"NaN or infinite routing weights: {', '.join(bad[:4])}{f' and {len(bad) - 4} more' if len(bad) > 4 else ''}; "
+            f"NaN or infinite routing weights: {', '.join(bad[:4])}{more}; "
             "a run that diverged cannot be repaired by its queries and keys, use an earlier checkpoint"
         )
 
@@ -197,8 +200,8 @@ def _conversion_notes(held: Sequence[Held], reference: Reference) -> list[str]:
             pair = (start.dtype, piece.parameter.dtype)
             pairs[pair] = pairs.get(pair, 0) + 1
     return [
-        f"{count} tensors converted from the reference's {str(have).removeprefix('torch.')} to {str(want).removeprefix('torch.')} "
-        f"({'exact' if torch.promote_types(have, want) == want else 'rounded'})"
+        f"{count} tensors converted from the reference's {have} to {want} ".replace("torch.", "")
+        + f"({'exact' if torch.promote_types(have, want) == want else 'rounded'})"
         for (have, want), count in pairs.items()
     ]
 

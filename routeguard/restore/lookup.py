@@ -24,9 +24,9 @@ Place = tuple[int, str, str, bool, int]  # layer, role, kind, shared, position a
 def open_reference(source: ReferenceSource, model: nn.Module, held: Sequence[Held]) -> Reference:
     """Read the start values of the held rows, under the canonical names of `model`.
 
-    A tensor is matched by canonical name and shape; failing that, by layer, role and kind (checkpoints store some models
-    under other names, or fused where the model is split), row for row. For an adapter the reference holds its initial
-    tensors if the source has them, else the base weight that it sits on.
+    A tensor is matched by canonical name and shape; failing that, by layer, role and kind, row for row (checkpoints
+    store some models under other names, or fused where the model is split). For an adapter the reference holds its
+    initial tensors if the source has them, else the base weight that it sits on.
 
     Args:
         source: a model, a state dict, a checkpoint folder, a safetensors file, a `Reference`, or the sidecar of a
@@ -67,7 +67,14 @@ class _Lookup:
         self._unreadable = ""
 
     def base(
-        self, name: str, shape: tuple[int, ...], rows: Rows | None, dim: int, routes: tuple[Route, ...], *, optional: bool = False
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rows: Rows | None,
+        dim: int,
+        routes: tuple[Route, ...],
+        *,
+        optional: bool = False,
     ) -> bool:
         """Find the routed parameter `name`; True if found. A missing one is recorded unless it is optional."""
         if name in self.tensors:
@@ -75,8 +82,8 @@ class _Lookup:
         adapters = self._adapters_on(name)
         if adapters and name not in self.with_adapter:
             raise ValueError(
-                f"the reference ({self.source.origin}) carries an adapter on {name!r} ({', '.join(adapters[:2])}), so its base "
-                "weight alone is not its start; merge it first (merge_and_unload), or give the base checkpoint"
+                f"the reference ({self.source.origin}) carries an adapter on {name!r} ({', '.join(adapters[:2])}), so its "
+                "base weight alone is not its start; merge it first (merge_and_unload), or give the base checkpoint"
             )
         if self.source.shapes.get(name) == shape:
             values: Tensor | None = self.source.read(name, rows, dim)
@@ -96,7 +103,13 @@ class _Lookup:
         if len(present) == len(group):
             self.with_adapter.add(_canonical(group[0].routes[0]).parameter)
             for piece, name in found.items():
-                self._keep(piece.canonical, self.source.read(name or "", piece.rows, piece.dim), piece.rows, piece.dim, piece.routes)
+                self._keep(
+                    piece.canonical,
+                    self.source.read(name or "", piece.rows, piece.dim),
+                    piece.rows,
+                    piece.dim,
+                    piece.routes,
+                )
             return
         if present:
             self.missing += [f"{p.canonical} {list(p.parameter.shape)}" for p, name in found.items() if name is None]
@@ -105,23 +118,24 @@ class _Lookup:
         rows = next((piece.rows for piece in group if piece.part != "lora_A"), None)
         # Quantised bases have a logical shape of their own; the reference may be absent for a sidecar of another run.
         if not self.base(route.parameter, route.shape, rows, route.dim, group[0].routes, optional=True):
-            self.missing.append(
-                f"{group[0].canonical} {list(group[0].parameter.shape)} (nor the base weight {route.parameter} {list(route.shape)}"
-                f"{self._nearest(route.parameter)})"
-            )
+            base = f"{route.parameter} {list(route.shape)}{self._nearest(route.parameter)}"
+            shape = list(group[0].parameter.shape)
+            self.missing.append(f"{group[0].canonical} {shape} (nor the base weight {base})")
 
     def finish(self) -> Reference:
         if self.missing:
             shown = "\n  ".join(self.missing[:8])
             more = f"\n  … and {len(self.missing) - 8} more" if len(self.missing) > 8 else ""
             raise ValueError(
-                f"the reference ({self.source.origin}, {len(self.source.shapes)} tensors) is not from this model: it lacks "
-                f"{len(self.missing)} of the tensors asked for:\n  {shown}{more}{self._unreadable}\n"
+                f"the reference ({self.source.origin}, {len(self.source.shapes)} tensors) is not from this model: it "
+                f"lacks {len(self.missing)} of the tensors asked for:\n  {shown}{more}{self._unreadable}\n"
                 "Give the checkpoint (or the model) that the tuning started from"
             )
         notes = list(self.source.notes)
         if self.by_place:
-            notes.append(f"{len(self.by_place)} tensors matched by layer and role, not by name (first: {self.by_place[0]})")
+            notes.append(
+                f"{len(self.by_place)} tensors matched by layer and role, not by name (first: {self.by_place[0]})"
+            )
         return Reference(
             self.tensors, self.rows, self.dims, self.source.meaning, self.source.origin, self.routes, tuple(notes)
         )
@@ -171,7 +185,11 @@ class _Lookup:
         module, _, local = name.rpartition(".")
         if local != "weight":
             return []
-        return [other for other in self.source.shapes if other.startswith(f"{module}.") and other.count(".") > name.count(".")]
+        return [
+            other
+            for other in self.source.shapes
+            if other.startswith(f"{module}.") and other.count(".") > name.count(".")
+        ]
 
     def _adapter_name(self, piece: Held, adapters: Sequence[str]) -> str | None:
         """The source's name of an adapter tensor: as in the model, or as adapter files spell it."""

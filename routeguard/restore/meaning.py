@@ -1,4 +1,4 @@
-"""What gives query and key weights their meaning: put into a model where these facts differ, they mean something else."""
+"""What gives query and key weights their meaning: where these facts differ, the same weights mean something else."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 # Config fields that change the logits although no weight changes, under the names that configs give them.
 _CONFIG_FACTS = (
     "sliding_window", "attn_logit_softcapping", "attn_logits_soft_cap", "attn_logits_scaling", "query_pre_attn_scalar",
-    "attention_multiplier", "attn_scale", "softmax_scale", "attn_temperature_tuning", "floor_scale", "scale_attn_weights",
-    "scale_attn_by_inverse_layer_idx", "alibi", "clip_qkv", "use_qk_norm", "qk_layernorm", "attention_chunk_size",
+    "attention_multiplier", "attn_scale", "softmax_scale", "attn_temperature_tuning", "floor_scale",
+    "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "alibi", "clip_qkv", "use_qk_norm", "qk_layernorm", "attention_chunk_size",
     "no_rope_layers", "position_embedding_type", "rope_interleave",
 )  # fmt: skip
 _GEOMETRY_FACTS = (
@@ -92,8 +92,10 @@ def check_same_meaning(
     ]
     if differing and not insist:
         raise ValueError(
-            "the model and the reference differ in what gives queries and keys their meaning, so weights of the one do not "
-            "fit the other:\n  " + "\n  ".join(differing) + "\nUse a reference from the same model, or pass insist=True if "
+            "the model and the reference differ in what gives queries and keys their meaning, so weights of the one do "
+            "not fit the other:\n  "
+            + "\n  ".join(differing)
+            + "\nUse a reference from the same model, or pass insist=True if "
             "you know that the difference is harmless"
         )
     notes = [f"insisted on although they differ: {'; '.join(differing)}"] if differing else []
@@ -106,7 +108,9 @@ def check_same_meaning(
 def _rope_facts(text: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary settings, one fact for each kind of layer that has its own."""
     nested = text.get("rope_parameters")
-    kinds = [kind for kind, value in nested.items() if isinstance(value, Mapping)] if isinstance(nested, Mapping) else []
+    kinds = (
+        [kind for kind, value in nested.items() if isinstance(value, Mapping)] if isinstance(nested, Mapping) else []
+    )
     settings = {f"rope ({kind})": rope_parameters(text, kind) for kind in kinds} or {"rope": rope_parameters(text)}
     facts: dict[str, Any] = {}
     for name, values in settings.items():

@@ -36,8 +36,8 @@ def qk_pro_values(
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """New values of the held rows under QK-Pro, by name: keys and norms at their start, queries from the ridge form.
 
-    Each layer's queries and keys are gathered in head order, also from fused tensors; a bias joins its weight as one more
-    input column, since `q = [W b]·[x; 1]` (derived).
+    Each layer's queries and keys are gathered in head order, also from fused tensors; a bias joins its weight as one
+    more input column, since `q = [W b]·[x; 1]` (derived).
 
     Raises:
         ValueError: a layer where the product of the weights is not the logit (MLA, a convolution, borrowed keys).
@@ -72,7 +72,9 @@ def qk_pro_values(
             ridge=method.ridge,
         )
         _scatter(query, new, whole)
-    text = (f"layers {notes}: queries and keys are normalised, so the product is not quite the logit (as in the paper's models)",)
+    text = (
+        f"layers {notes}: queries and keys are normalised, so their product is not quite the logit (as in the paper)",
+    )
     return (
         {piece.name: take_rows(whole[piece.name], piece.rows, piece.dim) for piece in held},
         text if notes else (),
@@ -82,8 +84,9 @@ def qk_pro_values(
 def _refuse_undefined(geometry: AttentionLayer) -> None:
     if geometry.product_obstacle not in (None, _NORMALISED):
         raise ValueError(
-            f"QK-Pro is not defined for layer {geometry.layer} ({geometry.module}): {geometry.product_obstacle}, so the product "
-            "of its query and key weights is not the logit. Use method='qk' or 'interpolate' there, or choose other layers"
+            f"QK-Pro is not defined for layer {geometry.layer} ({geometry.module}): {geometry.product_obstacle}, so the "
+            "product of its query and key weights is not the logit. Use method='qk' or 'interpolate' there, or choose "
+            "other layers"
         )
 
 
@@ -96,8 +99,8 @@ def _gather_names(routes: Sequence[Route], geometry: AttentionLayer) -> dict[str
     if len(weights) != 1 or rows != heads * geometry.head_dim or len(weights[0].shape) != 2:
         found = f"{rows} rows in {[route.parameter for route in weights]}" if weights else "no weight of its own"
         raise ValueError(
-            f"QK-Pro needs the {role} rows of layer {geometry.layer} as one weight of {heads} heads x {geometry.head_dim} rows; "
-            f"found {found}. Use method='qk' there, or choose other layers"
+            f"QK-Pro needs the {role} rows of layer {geometry.layer} as one weight of {heads} heads x {geometry.head_dim} "
+            f"rows; found {found}. Use method='qk' there, or choose other layers"
         )
     biases = [route for route in routes if route.kind == "bias"]
     return {"weight": weights[0], "bias": biases[0]} if biases else {"weight": weights[0]}
@@ -123,7 +126,9 @@ def _matrix(role: Mapping[str, Route], tensors: Mapping[str, Tensor], with_bias:
     if not with_bias:
         return matrix
     bias = role.get("bias")
-    column = matrix.new_zeros(matrix.shape[0]) if bias is None else take_rows(tensors[bias.parameter], bias.rows, bias.dim)
+    column = (
+        matrix.new_zeros(matrix.shape[0]) if bias is None else take_rows(tensors[bias.parameter], bias.rows, bias.dim)
+    )
     return torch.cat([matrix, column[:, None].to(matrix.dtype)], dim=1)
 
 

@@ -17,17 +17,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from routeguard.checkpoint.row_bytes import locate_rows, read_metadata
+from routeguard.checkpoint.row_bytes import locate_rows
+from routeguard.checkpoint.sidecar import (
+    METADATA_KEY,
+    SCHEMA_VERSION,
+    digest_header,
+    read_facts,
+    refuse_altered,
+    route_from_json,
+    rows_from_json,
+)
 from routeguard.protect.held import Held
 from routeguard.protect.rows import take_rows
 from routeguard.restore.meaning import meaning_of
 from routeguard.routes.collection import Route, Rows
 from routeguard.routes.in_memory import is_quantised
-
-SCHEMA_VERSION = 1
-METADATA_KEY = "routeguard"
-SIDECAR_FOLDER = "routeguard"
-SIDECAR_FILE = "reference.safetensors"
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +39,8 @@ class Reference:
     """Start values of the held rows of a model.
 
     Attributes:
-        tensors: canonical parameter name to the held rows only, concatenated along `dims[name]`, in their own dtype, on the
-            CPU. Names that share storage share one tensor.
+        tensors: canonical parameter name to the held rows only, concatenated along `dims[name]`, in their own dtype, on
+            the CPU. Names that share storage share one tensor.
         rows: canonical name to `(start, stop)` ranges in the whole parameter, None for all of it.
         dims: canonical name to the dimension that the rows index.
         meaning: facts that give queries and keys their meaning (`restore.meaning`); empty if unknown.
@@ -55,13 +59,12 @@ class Reference:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 (hex) over names, rows, dimensions, shapes, dtypes and bytes; the same for the same values on any machine."""
+        """sha256 (hex) over names, rows, dimensions, shapes, dtypes, bytes: the same for the same values anywhere."""
         total = hashlib.sha256()
         for name in sorted(self.tensors):
             tensor = self.tensors[name]
-            rows = None if self.rows[name] is None else [list(pair) for pair in self.rows[name] or ()]
-            header = [name, rows, self.dims[name], list(tensor.shape), str(tensor.dtype)]
-            total.update(json.dumps(header).encode() + b"\0")
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            total.update(digest_header(name, self.rows[name], self.dims[name], tuple(tensor.shape), dtype))
             total.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return total.hexdigest()
 
@@ -81,7 +84,9 @@ class Reference:
         if self.rows[name] is None and rows is None:
             return self.tensors[name]
         if dim != self.dims[name]:
-            raise ValueError(f"rows of {name!r} lie along dimension {self.dims[name]} in the reference, asked for {dim}")
+            raise ValueError(
+                f"rows of {name!r} lie along dimension {self.dims[name]} in the reference, asked for {dim}"
+            )
         located = locate_rows(self.rows[name], rows, total=self.shape(name)[dim], what=name)
         return take_rows(self.tensors[name], located, dim)
 
@@ -128,7 +133,7 @@ def capture_reference(model: nn.Module, held: Sequence[Held], *, origin: str = "
 
 
 def save_reference(reference: Reference, path: str | os.PathLike[str]) -> None:
-    """Write a reference as one safetensors file, atomically (written beside, synced, renamed). Makes missing folders."""
+    """Write a reference as one safetensors file, atomically (written beside, synced, renamed); makes folders."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     facts = {
@@ -178,39 +183,9 @@ def load_reference(path: str | os.PathLike[str]) -> Reference:
         routes={name: tuple(route_from_json(route) for route in routes) for name, routes in facts["routes"].items()},
         notes=tuple(facts["notes"]),
     )
-    if set(tensors) != set(reference.rows) or reference.digest != facts["digest"]:
-        raise ValueError(
-            f"{path} does not match its own digest: it was changed or damaged after it was written. Restore it from a copy, "
-            "or give the starting checkpoint as reference"
-        )
+    complete = set(tensors) == set(reference.rows) == set(reference.dims) == set(reference.routes)
+    refuse_altered(path, reference.digest if complete else "", facts["digest"])
     return reference
-
-
-def read_facts(path: Path) -> dict[str, Any]:
-    """The facts that `save_reference` stored beside the tensors, without reading the tensors.
-
-    Raises ValueError when the file is no sidecar of this version.
-    """
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist; a guarded run keeps its reference in {SIDECAR_FOLDER}/{SIDECAR_FILE}")
-    text = read_metadata(path).get(METADATA_KEY)
-    if text is None:
-        raise ValueError(f"{path} is a safetensors file, but not a reference that routeguard wrote")
-    facts: dict[str, Any] = json.loads(text)
-    if facts.get("schema_version") != SCHEMA_VERSION:
-        raise ValueError(
-            f"{path} was written with schema version {facts.get('schema_version')}, this version reads {SCHEMA_VERSION}"
-        )
-    return facts
-
-
-def rows_from_json(rows: Any) -> Rows | None:
-    return None if rows is None else tuple((int(start), int(stop)) for start, stop in rows)
-
-
-def route_from_json(data: Mapping[str, Any]) -> Route:
-    fields = {**data, "shape": tuple(data["shape"]), "rows": rows_from_json(data["rows"])}
-    return Route(**{**fields, "tied_layers": tuple(data["tied_layers"])})
 
 
 def refuse_without_local_values(name: str, parameter: Tensor) -> None:
@@ -220,8 +195,8 @@ def refuse_without_local_values(name: str, parameter: Tensor) -> None:
     split = "ZeRO" if hasattr(parameter, "ds_id") else "FSDP2" if hasattr(parameter, "full_tensor") else ""
     if split or (parameter.numel() == 0 and parameter.ndim > 0):
         raise ValueError(
-            f"{name} is split over processes ({split or 'no elements here'}); this version copies whole tensors only: save a "
-            "full checkpoint, and restore that in a single process"
+            f"{name} is split over processes ({split or 'no elements here'}); this version copies whole tensors only: "
+            "save a full checkpoint, and restore that in a single process"
         )
 
 

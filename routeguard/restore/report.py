@@ -57,9 +57,13 @@ class RestoreReport:
         return {"schema_version": SCHEMA_VERSION, "changed_bytes": self.changed_bytes, **asdict(self)}
 
     def __str__(self) -> str:
-        head = f"restored {len(self.tensors)} tensors in {len(self.layers)} layers with {self.method} from {self.origin}"
+        head = (
+            f"restored {len(self.tensors)} tensors in {len(self.layers)} layers with {self.method} from {self.origin}"
+        )
         lines = [head, f"{'layer':>5}  {'tensors':>7}  {'rows':>6}  {'changed bytes':>13}  drift before"]
         for layer in self.layers:
             drift = ", ".join(f"{role} {value:.4f}" for role, value in layer.drift_before.items()) or "not measured"
-            lines.append(f"{layer.layer:>5}  {len(layer.tensors):>7}  {layer.num_rows:>6}  {layer.changed_bytes:>13,}  {drift}")
+            lines.append(
+                f"{layer.layer:>5}  {len(layer.tensors):>7}  {layer.num_rows:>6}  {layer.changed_bytes:>13,}  {drift}"
+            )
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])

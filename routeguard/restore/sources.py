@@ -11,17 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from routeguard.checkpoint.row_bytes import StoredTensor, read_metadata, read_rows, stored_checkpoint, stored_tensors
+from routeguard.checkpoint.row_bytes import StoredTensor, adapter_file, read_rows, stored_checkpoint, stored_tensors
+from routeguard.checkpoint.sidecar import sidecar_in
 from routeguard.protect.rows import take_rows
 from routeguard.restore.meaning import meaning_of, meaning_of_config
-from routeguard.restore.reference import (
-    METADATA_KEY,
-    SIDECAR_FILE,
-    SIDECAR_FOLDER,
-    Reference,
-    load_reference,
-    refuse_without_local_values,
-)
+from routeguard.restore.reference import Reference, load_reference, refuse_without_local_values
 from routeguard.routes.collection import ROLES, Route, Rows
 from routeguard.routes.in_memory import is_quantised, model_config, model_tensors
 from routeguard.routes.layouts import TensorInfo
@@ -62,8 +56,8 @@ def as_source(source: ReferenceSource, model: nn.Module) -> Source:
     """Understand what the user gave as a reference.
 
     Args:
-        source: a `Reference`, a model, a state dict, a checkpoint or adapter folder, a safetensors file, or what a guarded
-            run left: its `reference.safetensors`, the folder `routeguard/` around it, or the run's folder.
+        source: a `Reference`, a model, a state dict, a checkpoint or adapter folder, a safetensors file, or what a
+            guarded run left: its `reference.safetensors`, the folder `routeguard/` around it, or the run's folder.
         model: the tuned model; its config explains a state dict whose names differ.
 
     Raises ValueError for anything else, a path that does not exist, and pickled weights.
@@ -82,22 +76,14 @@ def as_source(source: ReferenceSource, model: nn.Module) -> Source:
     )
 
 
-def sidecar_in(path: Path) -> Path | None:
-    """The reference that a guarded run kept in a folder (the run's, or `routeguard/` in it), if there is one."""
-    candidates = (path / SIDECAR_FILE, path / SIDECAR_FOLDER / SIDECAR_FILE)
-    return next((candidate for candidate in candidates if candidate.is_file()), None)
-
-
-def is_sidecar(file: Path) -> bool:
-    return METADATA_KEY in read_metadata(file)
-
-
 def _from_reference(reference: Reference) -> Source:
     return Source(
         origin=reference.origin,
         shapes={name: reference.shape(name) for name in reference.tensors},
         read=reference.values,
-        routes=lambda: [route for name in reference.routes for route in _named(reference.routes[name]) if route.parameter == name],
+        routes=lambda: [
+            route for name in reference.routes for route in _named(reference.routes[name]) if route.parameter == name
+        ],
         meaning=reference.meaning,
         notes=reference.notes,
     )
@@ -145,19 +131,18 @@ def _from_state_dict(state: Mapping[str, Tensor], model: nn.Module) -> Source:
 def _from_path(path: Path, model: nn.Module) -> Source:
     if not path.exists():
         raise ValueError(f"reference {str(path)!r} does not exist (paths only: nothing is downloaded)")
+    sidecar = sidecar_in(path)
+    if sidecar is not None:
+        return _from_reference(load_reference(sidecar))
     if path.is_dir():
-        sidecar = sidecar_in(path)
-        if sidecar is not None:
-            return _from_reference(load_reference(sidecar))
         if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-            return _from_files(path, stored_tensors([_adapter_file(path)]), model)
+            return _from_files(path, stored_tensors([adapter_file(path)]), model)
         return _from_checkpoint(path)
     if path.suffix != ".safetensors":
         raise ValueError(
-            f"{path} is no safetensors file, and other formats (pickles) are not opened; load it yourself and pass the state dict"
+            f"{path} is no safetensors file, and other formats (pickles) are not opened; load it yourself and pass the "
+            "state dict"
         )
-    if is_sidecar(path):
-        return _from_reference(load_reference(path))
     return _from_files(path, stored_tensors([path]), model)
 
 
@@ -185,13 +170,6 @@ def _from_files(path: Path, stored: Mapping[str, StoredTensor], model: nn.Module
     )
 
 
-def _adapter_file(folder: Path) -> Path:
-    file = folder / "adapter_model.safetensors"
-    if not file.is_file():
-        raise ValueError(f"{folder} holds adapter_config.json but no adapter_model.safetensors")
-    return file
-
-
 def _complete_config(folder: Path) -> dict[str, Any] | None:
     """The config with the defaults that `config.json` may leave out, or None for remote code and unknown types."""
     from transformers import AutoConfig
@@ -207,7 +185,9 @@ def _complete_config(folder: Path) -> dict[str, Any] | None:
 def _read_stored(tensor: StoredTensor, rows: Rows | None, dim: int) -> Tensor:
     dtype = getattr(torch, tensor.dtype, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"{tensor.name} in {tensor.file} is stored as {tensor.dtype}; a reference needs floating-point weights")
+        raise ValueError(
+            f"{tensor.name} in {tensor.file} is stored as {tensor.dtype}; a reference needs floating-point weights"
+        )
     shape = list(tensor.shape)
     if rows is not None:
         shape[dim] = sum(stop - start for start, stop in rows)

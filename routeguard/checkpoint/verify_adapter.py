@@ -1,0 +1,184 @@
+"""Verify a PEFT adapter folder: does the adapter leave the routing rows where they started? No torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from routeguard.checkpoint.compare import Slice, num_nonzero
+from routeguard.checkpoint.row_bytes import StoredTensor, adapter_file, locate_rows, stored_tensors
+from routeguard.checkpoint.start import Start
+from routeguard.checkpoint.verify import TensorCheck, check_slice
+from routeguard.routes.collection import ROUTING_ROLES, Role, Route
+from routeguard.routes.resolve import _NOT_THE_DECODER
+
+# Initialisations of LoRA that leave B at zero, as adapter_config.json spells them.
+_ZERO_B = (True, "gaussian", "eva", None)
+_PART = re.compile(r"\.(?P<part>lora_A|lora_B|lora_magnitude_vector)(?:\.[^.]+)?(?P<tail>\.weight|\.bias)?$")
+_IN_LAYER = re.compile(r"^(?P<prefix>(?:.*?\.)?)(?P<tail>(?:layers|h|blocks|block|layer|decoder_layers)\.\d+\..+)$")
+
+
+def check_adapter(
+    folder: Path,
+    start: Start,
+    *,
+    layers: Iterable[int] | None,
+    roles: Iterable[Role] | None,
+    norms: bool,
+) -> tuple[list[TensorCheck], list[str]]:
+    """Check that the adapter moves none of the start's routing rows: their rows of B are zero, or equal to their start.
+
+    Raises ValueError when the start covers none of the layers asked for.
+    """
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    routes = _chosen(start, layers, roles, norms)
+    stored = _aligned(stored_tensors([adapter_file(folder)]), routes)
+    checks: list[TensorCheck] = []
+    untouched = 0
+    for route in routes:
+        found = _check_route(route, stored, start, config)
+        checks += found
+        untouched += not found
+    notes = [f"{untouched} of {len(routes)} routes carry no adapter: the base is frozen there"] if untouched else []
+    if str(config.get("peft_type")) in ("PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING"):
+        notes.append(f"{config['peft_type']} works beside the weights; what it does to routing is not covered")
+    if not checks:  # nothing saved touches the routes: they are where the frozen base has them
+        checks = [
+            TensorCheck(r.layer, r.role, r.kind, r.parameter, r.num_rows, r.num_parameters, note="no adapter")
+            for r in routes
+        ]
+    return checks, notes
+
+
+def _chosen(start: Start, layers: Iterable[int] | None, roles: Iterable[Role] | None, norms: bool) -> list[Route]:
+    everything = start.is_sidecar and roles is None
+    wanted_layers = None if layers is None else set(layers)
+    wanted_roles = set(roles or ROUTING_ROLES)
+    known = sorted({layer for route in start.routes for layer in (route.layer, *route.tied_layers)})
+    unknown = sorted((wanted_layers or set()) - set(known))
+    if unknown:
+        raise ValueError(f"layers {unknown} are not covered by {start.origin}; it covers {known}")
+    return [
+        route
+        for route in start.routes
+        if (wanted_layers is None or wanted_layers & {route.layer, *route.tied_layers})
+        and (everything or (route.role in wanted_roles and (norms or route.kind != "norm") and not route.shared))
+    ]
+
+
+def _check_route(
+    route: Route, stored: dict[str, StoredTensor], start: Start, config: dict[str, object]
+) -> list[TensorCheck]:
+    """Checks of everything in the adapter file that acts on a route; empty if nothing does."""
+    checks = []
+    saved = stored.get(route.parameter)  # a whole copy (modules_to_save), or a trained bias
+    if saved is not None:
+        rows = start.kept_rows.get(route.parameter)
+        if route.parameter in start.tensors:
+            located = locate_rows(rows, route.rows, total=route.shape[route.dim], what=saved.name)
+            begin = Slice(start.tensors[route.parameter], located, route.dim)
+            checks.append(check_slice(route, Slice(saved, route.rows, route.dim), begin, saved.name))
+        else:
+            checks.append(
+                _changed(
+                    route, saved, "saved with the adapter, but the start does not hold it; give the base checkpoint"
+                )
+            )
+    if route.kind != "weight":
+        return checks
+    module = route.parameter.removesuffix(".weight")
+    plain = (route.parameter, f"{module}.bias")
+    parts = {name: tensor for name, tensor in stored.items() if name.startswith(f"{module}.") and name not in plain}
+    if parts and str(config.get("peft_type")) != "LORA":
+        tensor = next(iter(parts.values()))
+        return [
+            *checks,
+            _changed(
+                route, tensor, f"a {config.get('peft_type')} adapter acts on it; merge it and verify the merged model"
+            ),
+        ]
+    initial = {_spelled(name): name for name in start.tensors if name.startswith(f"{module}.") and name not in plain}
+    for name, tensor in parts.items():
+        checks += _check_part(route, name, tensor, parts, initial, start, config)
+    return checks
+
+
+def _check_part(
+    route: Route,
+    name: str,
+    tensor: StoredTensor,
+    parts: dict[str, StoredTensor],
+    initial: dict[str, str],
+    start: Start,
+    config: dict[str, object],
+) -> list[TensorCheck]:
+    match = _PART.search(name)
+    if match is None:
+        return [
+            _changed(
+                route, tensor, "an adapter tensor of an unknown kind; merge the adapter and verify the merged model"
+            )
+        ]
+    part = match["part"]
+    key = _spelled(name) if _spelled(name) in initial else None
+    if part == "lora_A":
+        if key is None or not _b_started_off_zero(key, initial, start):
+            return []  # with B at zero, A does nothing
+        return [check_slice(route, Slice(tensor, None, 0), Slice(start.tensors[initial[key]], None, 0), tensor.name)]
+    found = Slice(tensor, route.rows, 0)
+    if key is not None:
+        original = initial[key]
+        total = route.shape[route.dim]
+        rows = locate_rows(start.kept_rows.get(original), route.rows, total=total, what=original)
+        return [check_slice(route, found, Slice(start.tensors[original], rows, 0), tensor.name)]
+    if part == "lora_magnitude_vector":
+        return [
+            _changed(
+                route, tensor, "DoRA's magnitude is compared only with what the guard kept (reference.safetensors)"
+            )
+        ]
+    if config.get("init_lora_weights", True) not in _ZERO_B:
+        init = config.get("init_lora_weights")
+        reason = f"init_lora_weights={init!r} did not start at zero: compare with what the guard kept"
+        return [_changed(route, tensor, reason)]
+    return [
+        TensorCheck(
+            route.layer, route.role, route.kind, tensor.name, route.num_rows, found.num_elements, num_nonzero(found)
+        )
+    ]
+
+
+def _b_started_off_zero(spelled_a: str, initial: dict[str, str], start: Start) -> bool:
+    name = initial.get(spelled_a.replace(".lora_A", ".lora_B"))
+    return name is not None and num_nonzero(Slice(start.tensors[name], None, 0)) > 0
+
+
+def _changed(route: Route, tensor: StoredTensor, reason: str) -> TensorCheck:
+    return TensorCheck(
+        route.layer, route.role, route.kind, tensor.name, route.num_rows, route.num_parameters, 0, reason
+    )
+
+
+def _spelled(name: str) -> str:
+    """`…lora_B.default.weight` as adapter files spell it: `…lora_B.weight`."""
+    return _PART.sub(lambda m: f".{m['part']}{m['tail'] or '.weight'}", name)
+
+
+def _aligned(stored: dict[str, StoredTensor], routes: Sequence[Route]) -> dict[str, StoredTensor]:
+    """The adapter's tensors under the start's prefix (`model.` against `model.language_model.`), other towers left out.
+
+    Raises ValueError when several stacks of the adapter could be the decoder.
+    """
+    wanted = {match["prefix"] for route in routes for match in [_IN_LAYER.match(route.parameter)] if match}
+    matches = {name: _IN_LAYER.match(name) for name in stored}
+    prefixes = sorted({m["prefix"] for m in matches.values() if m and not _NOT_THE_DECODER.search(m["prefix"])})
+    if wanted & set(prefixes) or not prefixes or len(wanted) != 1:
+        return stored
+    if len(prefixes) > 1:
+        raise ValueError(
+            f"the adapter has tensors under {prefixes}, the start under {sorted(wanted)}: which is the decoder?"
+        )
+    (prefix,) = wanted
+    return {f"{prefix}{m['tail']}": stored[name] for name, m in matches.items() if m and m["prefix"] == prefixes[0]}
