@@ -22,7 +22,8 @@ class Case:
         forward: whether a CPU forward pass works with what the test environment has.
         reason: why `forward` is False.
         extra_inputs: what the forward pass demands besides `input_ids`: a shape for a random float tensor, "tokens" for
-            random token ids, `("tokens", n)` for n streams of them, "zeros" for zeros `[1, num_tokens]`, or a value that is passed as it is.
+            random token ids, `("tokens", n)` for n streams of them, "zeros" for zeros `[1, num_tokens]`, or a value
+            that is passed as it is.
     """
 
     name: str

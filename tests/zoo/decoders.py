@@ -8,12 +8,11 @@ from tests.zoo.tiny import WINDOW
 # The generic tiny config is all these need.
 PLAIN = """
     afmoe apertus apertus1p5_text arcee aria_text beam biogpt bitnet bloom cohere cohere2 cohere2_moe cwm diffllama
-    ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text glm
-    glm4 glm4_moe gpt-sw3 gpt2 gpt_neox gpt_neox_japanese gpt_oss granite granite_swa granitemoe granitemoe_swa
-    granitemoeshared hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1
-    llama llama4_text mimo_v2_flash minimax_m2 nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi
-    phimoe qwen3_moe sarvam_moe seed_oss solar_open stablelm starcoder2 trocr vaultgemma xglm
-    openai-gpt mpt
+    ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text glm glm4 glm4_moe gpt-sw3
+    gpt2 gpt_neox gpt_neox_japanese gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared
+    hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1 llama llama4_text
+    mimo_v2_flash minimax_m2 mpt nanochat nemotron olmo olmo2 olmo3 olmoe openai-gpt opt persimmon phi phimoe
+    qwen3_moe sarvam_moe seed_oss solar_open stablelm starcoder2 trocr vaultgemma xglm
 """
 
 MIXED_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"] * 2

@@ -8,12 +8,11 @@ from tests.zoo.hybrids import INKLING_LOOP, NEMOTRON_TEXT, QWEN4_TEXT
 from tests.zoo.tiny import NUM_TOKENS, WINDOW
 
 PLAIN = """
-    aria aya_vision cohere2_vision deepseek_vl exaone4_5 gemma3 git got_ocr2 hyperclovax_vision_v2 idefics3
-    internvl kimi_k25 lfm3_vl lighton_ocr llava llava_next llava_next_video llava_onevision minicpm_ocr minicpmv4_6
-    minicpmv4_7 mistral4 mistral_large4 mllama muse_glimmer ovis2 paligemma pp_chart2table qianfan_ocr qwen3_5 qwen3_5_moe qwen3_vl
-    qwen3_vl_moe cosmos3_omni shieldgemma2 smolvlm video_llama_3 video_llava vipllava
+    aria aya_vision cohere2_vision cosmos3_omni deepseek_vl exaone4_5 gemma3 git got_ocr2 hyperclovax_vision_v2
+    idefics3 internvl kimi_k25 lfm3_vl lighton_ocr llava llava_next llava_next_video llava_onevision minicpm_ocr
+    minicpmv4_6 minicpmv4_7 mistral4 mistral_large4 mllama muse_glimmer ovis2 paligemma pp_chart2table qianfan_ocr
+    qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe shieldgemma2 smolvlm video_llama_3 video_llava vipllava
 """
-
 
 MROPE_TEXT = {"rope_parameters": mrope(4, 2, 2)}
 
@@ -44,8 +43,18 @@ WITH_OVERRIDES = [
         )
     ),
     image_text("minimax_m3_vl", text_config={"layer_types": ["full_attention", "minimax_m3_sparse"] * 3}),
-    image_text("gemma4", text_config={"global_head_dim": 24}),
-    image_text("gemma4_unified", text_config={"global_head_dim": 24}),
+    image_text(
+        "gemma4",
+        text_config={"global_head_dim": 24},
+        vision_config={},
+        audio_config={"subsampling_conv_channels": [8, 8]},
+    ),
+    image_text(
+        "gemma4_unified",
+        text_config={"global_head_dim": 24},
+        vision_config={"mm_embed_dim": 48, "mm_posemb_size": 8},
+        audio_config={"audio_embed_dim": 16},
+    ),
     *(image_text(name, text_config=MROPE_TEXT) for name in ("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl")),
     image_text("glm4v_moe", text_config={"rope_parameters": mrope(2, 1, 1, partial_rotary_factor=0.5)}),
     image_text(
@@ -70,7 +79,11 @@ WITH_OVERRIDES = [
     runs("language_model", image_text("llama4")),
     image_text("molmo2", vision_config={"image_size": [16, 16]}, adapter_config={"vision_feature_layer": [3, 2]}),
     image_text("muse_spark", audio_config={"hidden_sizes": [8, 8, 8, 8]}),
-    image_text("nemotron_h_omni", text_config=NEMOTRON_TEXT),
+    image_text(
+        "nemotron_h_omni",
+        text_config=NEMOTRON_TEXT,
+        audio_config={"projection_hidden_size": 32, "projection_bias": False},
+    ),
     image_text("qwen2_5_vl", text_config=MROPE_TEXT),
     image_text("qwen2_vl", text_config=MROPE_TEXT),
     image_text("qwen4_exp", text_config=QWEN4_TEXT),

@@ -1,4 +1,4 @@
-"""Speech wrappers whose text decoder is a causal language model, and byte-level models with several transformers."""
+"""Wrappers for speech, proteins and bytes whose text decoder is a causal language model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ def speech(name: str, /, **overrides: Any) -> Case:
     return wrapper(name, "AutoModelForMultimodalLM", **overrides)
 
 
-# Audio encoders that keep two stages.
 PROTEIN = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -23,6 +22,7 @@ PROTEIN = {
     "intermediate_size": 56,
     "vocab_size": 96,
 }
+# Audio encoders that keep two stages.
 TINY_ENCODER = {"depths": [1, 1], "downsampling_ratios": [2]}
 CODEC = {"upsample_groups": 4, "num_quantizers": 2}
 

@@ -166,6 +166,8 @@ TINY_FIELDS: dict[str, Any] = {
     "mamba_head_dim": 16,
     "subsampling_conv_channels": 8,
     "num_codebooks": 2,
+    "position_embedding_size": 16,
+    "output_proj_dims": 48,
     "hidden_size_global": 64,
     "codebook_size": 16,
     "codebook_dim": 8,
