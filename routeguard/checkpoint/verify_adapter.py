@@ -12,11 +12,11 @@ from routeguard.checkpoint.row_bytes import StoredTensor, adapter_file, locate_r
 from routeguard.checkpoint.start import Start
 from routeguard.checkpoint.verify import TensorCheck, check_slice
 from routeguard.routes.collection import ROUTING_ROLES, Role, Route
-from routeguard.routes.resolve import _NOT_THE_DECODER
 
 # Initialisations of LoRA that leave B at zero, as adapter_config.json spells them.
 _ZERO_B = (True, "gaussian", "eva", None)
 _PART = re.compile(r"\.(?P<part>lora_A|lora_B|lora_magnitude_vector)(?:\.[^.]+)?(?P<tail>\.weight|\.bias)?$")
+_TOWER = re.compile(r"(^|[._])(vision|visual|vit|audio|image|img|speech)([._]|$)|encoder\.")  # beside the text decoder
 _IN_LAYER = re.compile(r"^(?P<prefix>(?:.*?\.)?)(?P<tail>(?:layers|h|blocks|block|layer|decoder_layers)\.\d+\..+)$")
 
 
@@ -173,7 +173,7 @@ def _aligned(stored: dict[str, StoredTensor], routes: Sequence[Route]) -> dict[s
     """
     wanted = {match["prefix"] for route in routes for match in [_IN_LAYER.match(route.parameter)] if match}
     matches = {name: _IN_LAYER.match(name) for name in stored}
-    prefixes = sorted({m["prefix"] for m in matches.values() if m and not _NOT_THE_DECODER.search(m["prefix"])})
+    prefixes = sorted({m["prefix"] for m in matches.values() if m and not _TOWER.search(m["prefix"])})
     if wanted & set(prefixes) or not prefixes or len(wanted) != 1:
         return stored
     if len(prefixes) > 1:

@@ -128,7 +128,7 @@ def _refuse_unknown_start(model: nn.Module, group: Sequence[Held], where: str, r
     if unknown:
         raise ValueError(
             f"adapter {unknown[0]!r} on {where} did not start at zero (PiSSA, OLoRA, LoftQ or random B), and the "
-            f"reference ({reference.origin}) lacks its initial tensors: setting B to zero would not give the start back; {remedy}"
+            f"reference ({reference.origin}) lacks its initial tensors: B = 0 would not be its start; {remedy}"
         )
 
 
@@ -143,8 +143,8 @@ def _check_base(model: nn.Module, group: Sequence[Held], reference: Reference) -
     mine = take_rows(weight.detach(), rows, dim).cpu()
     if not torch.equal(mine, reference.tensors[name].to(mine.dtype)):
         raise ValueError(
-            f"the weight under the adapter, {route.parameter}, is not that of the reference ({reference.origin}); taking "
-            "the adapter off would give other weights. Give the checkpoint that the adapter was trained on"
+            f"the weight under the adapter, {route.parameter}, is not that of the reference ({reference.origin}); "
+            "taking the adapter off would give other weights. Give the checkpoint that the adapter was trained on"
         )
 
 
@@ -188,8 +188,8 @@ def _put_back(group: Sequence[Held], known: dict[str, Tensor], where: str) -> di
             )
             if b0.any() and not torch.equal(a0, piece.parameter.detach().cpu()):
                 raise ValueError(
-                    f"{where} is held in part, its adapter did not start at zero and lora_A has moved: no value of the "
-                    "held rows of lora_B gives the start back without touching the other rows. Restore all its rows, or "
+                    f"{where} is held in part, its adapter did not start at zero and lora_A has moved: no value of "
+                    "the held rows of lora_B gives the start back without touching the other rows. Restore all its rows, or "
                     "merge the adapter and restore the plain model"
                 )
     return starts

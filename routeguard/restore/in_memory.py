@@ -132,8 +132,8 @@ def _plan(
     movable = [piece for piece in held if not is_quantised(piece.parameter)]
     if len(movable) < len(held):
         notes.append(
-            f"{len(held) - len(movable)} routed base weights are quantised and carry no adapter: they cannot have moved, "
-            "and are left alone (nothing is requantised)"
+            f"{len(held) - len(movable)} routed base weights are quantised and carry no adapter: they cannot have "
+            "moved, and are left alone (nothing is requantised)"
         )
     _refuse_not_finite(movable, reference)
     values, method_notes = _new_values(model, movable, routes, reference, mode)

@@ -82,8 +82,8 @@ class _Lookup:
         adapters = self._adapters_on(name)
         if adapters and name not in self.with_adapter:
             raise ValueError(
-                f"the reference ({self.source.origin}) carries an adapter on {name!r} ({', '.join(adapters[:2])}), so its "
-                "base weight alone is not its start; merge it first (merge_and_unload), or give the base checkpoint"
+                f"the reference ({self.source.origin}) carries an adapter on {name!r} ({', '.join(adapters[:2])}), so "
+                "its base weight alone is not its start; merge it first (merge_and_unload), or give the base checkpoint"
             )
         if self.source.shapes.get(name) == shape:
             values: Tensor | None = self.source.read(name, rows, dim)

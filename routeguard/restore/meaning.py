@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 _CONFIG_FACTS = (
     "sliding_window", "attn_logit_softcapping", "attn_logits_soft_cap", "attn_logits_scaling", "query_pre_attn_scalar",
     "attention_multiplier", "attn_scale", "softmax_scale", "attn_temperature_tuning", "floor_scale",
-    "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "alibi", "clip_qkv", "use_qk_norm", "qk_layernorm", "attention_chunk_size",
-    "no_rope_layers", "position_embedding_type", "rope_interleave",
+    "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "alibi", "clip_qkv", "use_qk_norm", "qk_layernorm",
+    "attention_chunk_size", "no_rope_layers", "position_embedding_type", "rope_interleave",
 )  # fmt: skip
 _GEOMETRY_FACTS = (
     "num_heads", "num_key_value_heads", "head_dim", "rotary_dim", "rotary_offset", "rotary_pairing", "qk_norm",

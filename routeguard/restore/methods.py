@@ -84,8 +84,8 @@ def qk_pro_values(
 def _refuse_undefined(geometry: AttentionLayer) -> None:
     if geometry.product_obstacle not in (None, _NORMALISED):
         raise ValueError(
-            f"QK-Pro is not defined for layer {geometry.layer} ({geometry.module}): {geometry.product_obstacle}, so the "
-            "product of its query and key weights is not the logit. Use method='qk' or 'interpolate' there, or choose "
+            f"QK-Pro is not defined for layer {geometry.layer} ({geometry.module}): {geometry.product_obstacle}, so "
+            "the product of its query and key weights is not the logit. Use method='qk' or 'interpolate' there, or choose "
             "other layers"
         )
 
@@ -99,8 +99,8 @@ def _gather_names(routes: Sequence[Route], geometry: AttentionLayer) -> dict[str
     if len(weights) != 1 or rows != heads * geometry.head_dim or len(weights[0].shape) != 2:
         found = f"{rows} rows in {[route.parameter for route in weights]}" if weights else "no weight of its own"
         raise ValueError(
-            f"QK-Pro needs the {role} rows of layer {geometry.layer} as one weight of {heads} heads x {geometry.head_dim} "
-            f"rows; found {found}. Use method='qk' there, or choose other layers"
+            f"QK-Pro needs the {role} rows of layer {geometry.layer} as one weight of {heads} heads x "
+            f"{geometry.head_dim} rows; found {found}. Use method='qk' there, or choose other layers"
         )
     biases = [route for route in routes if route.kind == "bias"]
     return {"weight": weights[0], "bias": biases[0]} if biases else {"weight": weights[0]}
