@@ -17,8 +17,9 @@ from routeguard.protect.freeze import Frozen
 from routeguard.protect.groups import RoutingGroups
 from routeguard.protect.held import Held, held_parameters
 from routeguard.protect.modes import Anchor, Freeze, Restoration
+from routeguard.protect.rows import take_rows
 from routeguard.restore.in_memory import restore
-from routeguard.restore.reference import save_reference
+from routeguard.restore.reference import Reference, save_reference
 from routeguard.training.log_metrics import LogWrapper
 from routeguard.training.resolution import ResolutionWatch
 from routeguard.training.run_state import DRIFT_FILE, FOLDER, REFERENCE_FILE, RunState, settings, write_atomically, write_state
@@ -60,7 +61,7 @@ class Session:
         self.meter: DriftMeter | None = None
         self.log: LogWrapper | None = None
         self.trainer = trainer
-        self._step = resumed_step
+        self._step = self._written_step = resumed_step
         held = held_parameters(model, guard.routes)
         _refuse_nan(held)
         start = find_start(
@@ -76,7 +77,7 @@ class Session:
         )
         self.reference = start.reference
         self.state = self._state(start.reference.digest, start.reference.origin, start.stage)
-        starts = {} if isinstance(guard.protect, Freeze) else _on_device(held, start.reference)
+        starts = {} if isinstance(guard.protect, Freeze) else _on_device(held, start.reference, fresh=resumed_step == 0)
         try:
             self._start_protection(optimizer, starts)
             self.still = Stillness(frozen) if frozen is not None else None
@@ -111,7 +112,8 @@ class Session:
             samples = [DriftSample(self._step, dict.fromkeys(_cells(self.guard), 0.0))]
         else:
             samples = self.meter.read()
-        self._write(samples)
+        self._write([sample for sample in samples if sample.step > self._written_step])
+        self._written_step = self._step
         return flat_metrics(samples[-1]) if samples else {}
 
     def write_checkpoint_state(self, folder: str) -> None:
@@ -121,7 +123,7 @@ class Session:
 
     def finish(self, model: nn.Module, method: Restoration | None) -> None:
         """The end of training: last drift, then the restore if one was asked for."""
-        self.metrics()
+        last = self.metrics()
         if method is None:
             return
         report = restore(
@@ -130,6 +132,8 @@ class Session:
         if self.is_main:
             write_atomically(self.folder / "restore.json", json.dumps(report.to_dict(), indent=2))
             print(report, flush=True)
+        if self.trainer is not None:
+            self.trainer.log({"routeguard/drift_before_restore": last.get("routeguard/drift_max", 0.0)})
 
     def close(self) -> None:
         """Remove every hook and wrapper of this `train()`; the model's frozen parameters stay frozen."""
@@ -219,12 +223,19 @@ def _cells(guard: RouteGuard) -> list[tuple[int, str]]:
     return list(dict.fromkeys((route.layer, route.role) for route in guard.routes or ()))
 
 
-def _on_device(held: Sequence[Held], reference: Any) -> dict[str, Tensor]:
-    return {
-        h.name: reference.values(h.canonical, h.rows, h.dim).to(h.parameter.device, h.parameter.dtype, copy=True)
-        for h in held
-        if h.trainable
-    }
+def _on_device(held: Sequence[Held], reference: Reference, *, fresh: bool) -> dict[str, Tensor]:
+    """The start of everything that can move, on its device. A base checkpoint knows nothing of a fresh adapter: its start
+    is what it is now."""
+    starts = {}
+    for h in held:
+        if not h.trainable:
+            continue
+        if h.canonical not in reference.tensors and h.part != "base" and fresh:
+            values = take_rows(h.parameter.detach(), h.rows, h.dim)
+        else:
+            values = reference.values(h.canonical, h.rows, h.dim)
+        starts[h.name] = values.to(h.parameter.device, h.parameter.dtype, copy=True)
+    return starts
 
 
 def _refuse_nan(held: Sequence[Held]) -> None:

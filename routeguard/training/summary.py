@@ -42,8 +42,7 @@ def summarise(
     lines.append(
         f"  start: {reference_origin}" + (f"; its copy on the device takes {format_bytes(copy_bytes)}" if copy_bytes else "; no copy is needed")
     )
-    lines += [f"  not covered: {note}" for note in routes.notes if "not covered" in note or "left out" in note]
-    lines += [f"  note: {note}" for note in routes.notes if "not covered" not in note and "left out" not in note]
+    lines += [f"  note: {note}" for note in routes.notes]
     if obstacles:
         reasons = sorted(set(obstacles.values()))
         lines.append(f"  drift of the logits is not measured in {len(obstacles)} layers: {'; '.join(reasons)} (factors only)")
