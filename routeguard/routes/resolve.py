@@ -163,11 +163,14 @@ def _geometry(block: Block, found: Found, architecture: Architecture, *, sparse:
 
 
 def _rotary_dim(config: Config, head_dim: int) -> int:
-    fraction = rope_parameters(config).get("partial_rotary_factor")
+    settings = rope_parameters(config)
+    if settings.get("rope_type") == "proportional":  # turns fewer pairs, but pairs over the whole head
+        return head_dim
+    fraction = settings.get("partial_rotary_factor")
     if fraction is None:
         fraction = first(config, ("partial_rotary_factor", "rotary_pct", "rope_pct", "rotary_emb_fraction"), 1.0)
-    rotary = config.get("rotary_dim")
-    return min(int(rotary), head_dim) if rotary else int(head_dim * float(fraction))
+    rotary = int(config.get("rotary_dim") or head_dim * float(fraction))
+    return min(rotary + rotary % 2, head_dim)  # an odd width is rounded up to whole pairs
 
 
 def _share_tied(routes: list[Route], missing: list[int], kinds: tuple[str, ...]) -> list[Route]:

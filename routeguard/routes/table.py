@@ -39,6 +39,24 @@ def _memory_rope(config: Config, layer: int) -> bool:
     return bool(config.get("use_mem_rope"))
 
 
+def _without_windows(config: Config, layer: int) -> bool:
+    """Full layers rotate only in a model that has no windowed ones (exaone4, kolibri1)."""
+    return config.get("sliding_window") is None
+
+
+def _dense_prefix(config: Config, layer: int) -> bool:
+    """cohere2_moe rotates the first, dense layers even where they see everything."""
+    if config.get("prefix_dense_sliding_window_pattern", 1) != 1:
+        return False
+    kinds = config.get("mlp_layer_types")
+    return kinds[layer] == "dense" if kinds else layer < int(config.get("first_k_dense_replace") or 0)
+
+
+def _theta_by_layer(config: Config, layer: int) -> bool:
+    thetas = config.get("layer_rope_theta")
+    return bool(thetas and thetas[layer])
+
+
 def _rope_if_configured(config: Config, layer: int) -> bool:
     return bool(rope_parameters(config).get("rope_theta"))
 
@@ -98,6 +116,8 @@ def _hrm_kinds(config: Config) -> tuple[str, ...]:
     """Two stacks of `num_layers_per_stack` layers, run in turns; old configs call that number num_hidden_layers."""
     return ("full",) * (2 * int(config.get("num_layers_per_stack") or config["num_hidden_layers"]))
 
+
+_SINKS = ("sinks", "attn_sink", "learnable_sink_param", "softmax_offset", "attention_sink_bias")
 
 _ROWS: tuple[Architecture, ...] = (
     # -- hybrids -------------------------------------------------------------------------------------------------
@@ -160,23 +180,36 @@ _ROWS: tuple[Architecture, ...] = (
         note="values build the attention mask: v_proj, dt_proj and A shape the logits too",
     ),
     Architecture(
-        ("deepseek_v4",), layout="compressed", auxiliary=("sinks", "attn_sink"),
+        ("deepseek_v4",), layout="compressed", auxiliary=_SINKS,
         note="keys are the values: only query rows are pure",
     ),
     Architecture(("dory",), layout="separate", auxiliary=("sqk",), obstacle="queries and keys are normalised"),
-    Architecture(("muse_glimmer", "muse_glimmer_text", "muse_spark", "muse_spark_text"), layout="separate"),
+    Architecture(
+        ("muse_glimmer", "muse_glimmer_text", "muse_spark", "muse_spark_text"), layout="separate", position=_theta_by_layer,
+        obstacle="queries and keys are normalised",
+    ),
+    Architecture(("nanochat",), layout="separate", obstacle="queries and keys are normalised"),
     Architecture(("mistral_large4", "mistral_large4_text"), layout="latent", auxiliary=("softmax_scaling",)),
-    Architecture(("hy_v4", "hy_v4_vl", "hy_v4_vl_text"), auxiliary=("sinks", "learnable_sink_param")),
+    Architecture(("hy_v4", "hy_v4_vl", "hy_v4_vl_text"), auxiliary=_SINKS),
     # -- plain projections with a learned sink in the softmax ----------------------------------------------------
-    Architecture(("gpt_oss", "flint", "mimo_v2_flash"), auxiliary=("sinks", "softmax_offset", "attention_sink_bias")),
+    Architecture(("gpt_oss", "mimo_v2_flash"), auxiliary=_SINKS),
     # -- plain projections, position embeddings that differ ------------------------------------------------------
     Architecture(("gptj",), layout="separate", pairing="interleaved"),
     Architecture(
-        ("cohere", "cohere2", "glm", "glm4", "ernie4_5", "ernie4_5_moe", "helium"), layout="separate", pairing="interleaved"
+        ("cohere", "glm", "glm4", "glm4v_text", "glm_ocr_text", "ernie4_5", "ernie4_5_moe", "ernie4_5_vl_moe_text", "helium"),
+        layout="separate",
+        pairing="interleaved",
     ),
+    Architecture(
+        ("cohere2", "afmoe", "beam"), layout="separate", position=_never, note="full layers have no rotary embedding"
+    ),
+    Architecture(("flint",), position=_never, auxiliary=_SINKS, note="full layers have no rotary embedding"),
+    Architecture(("cohere2_moe",), position=_dense_prefix, note="full layers after the dense ones have no rotary embedding"),
+    Architecture(("exaone4", "exaone_moe", "kolibri1"), position=_without_windows),
     Architecture(("llama4", "llama4_text"), layout="separate", pairing="interleaved", position=rotates),
     Architecture(("smollm3",), layout="separate", position=rotates),
-    Architecture(("gpt_neo", "opt", "biogpt", "xglm", "ctrl", "cpmant"), layout="separate", position=_never),
+    Architecture(("gpt_neo", "opt", "biogpt", "xglm", "ctrl", "cpmant", "trocr", "blip_text_model", "kosmos_2_text_model",
+         "kosmos_2_5_text_model"), layout="separate", position=_never),
 )  # fmt: skip
 
 _BY_TYPE: dict[str, Architecture] = {name: row for row in _ROWS for name in row.model_types}
