@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import transformers
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from routeguard.demo import report
 from routeguard.demo.run import DemoResult, run_demo
+
+LOG_WIDTH = 100
 
 
 def show_demo(
@@ -27,35 +29,51 @@ def show_demo(
     Arguments are those of `run_demo`; `console` is where to print (default: standard output).
     """
     console = console or Console()
+    if not console.is_terminal:
+        console.width = max(console.width, LOG_WIDTH)
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with _no_kernel_hints(), Progress(*columns, console=console) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def progress(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                for task in tasks.values():
-                    bars.stop_task(task)
-                tasks[stage] = bars.add_task(stage, total=total or None)
-            bars.update(tasks[stage], completed=done)
-
+    with _no_kernel_hints(), _progress_on(console) as progress:
         result = run_demo(folder, seeds=seeds, all_modes=all_modes, steps=steps, progress=progress)
     report.write_json(result, folder / "demo.json")
     drawn = report.write_plot(result, folder / "recall.png")
     console.print(report.table(result))
+    console.print(report.LEGEND, highlight=False, markup=False)
     console.print(
         f"{result.seconds:.0f} s. Written: {folder / 'demo.json'}" + (f", {folder / 'recall.png'}" if drawn else "")
     )
     if not drawn:
         console.print(report.PLOT_HINT, markup=False)
     return result
+
+
+@contextmanager
+def _progress_on(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """Progress for `run_demo`: bars on a terminal; in a log, one line when a stage begins and every 100 steps."""
+    if not console.is_terminal:
+        seen: set[str] = set()
+
+        def line(stage: str, done: int, total: int) -> None:
+            if stage not in seen or done % 100 == 0:
+                console.print(f"{stage}{f' {done}/{total}' if total else ''}", highlight=False)
+            seen.add(stage)
+
+        yield line
+        return
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(SpinnerColumn(), *columns, console=console) as bars:
+        current: tuple[str, TaskID] | None = None
+
+        def bar(stage: str, done: int, total: int) -> None:
+            nonlocal current
+            if current is None or current[0] != stage:
+                if current is not None and bars.tasks[bars.task_ids.index(current[1])].total is None:
+                    bars.remove_task(current[1])
+                current = (stage, bars.add_task(stage, total=total or None))
+            bars.update(current[1], completed=done)
+
+        yield bar
 
 
 @contextmanager

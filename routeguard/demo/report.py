@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from routeguard.demo.run import BEFORE, DemoResult, Row
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SCHEMA_VERSION = 1
+LEGEND = """\
+@N        recall: right needle digits in N tokens of context (pretraining saw up to 256)
+new sums  right sums of the kind that only fine-tuning taught
+look-ups  right sums that look up any earlier variable, a skill from pretraining
+drift     ‖W − W₀‖ / ‖W₀‖ of the query and key weights in the full-attention layers
+All of it measured in this run."""
 PLOT_HINT = "recall.png was not drawn: matplotlib is not installed (pip install 'routeguard[plots]')"
 
 # Okabe-Ito colours: distinguishable with any colour vision.
@@ -28,21 +35,19 @@ _COLOURS = ("#777777", "#D55E00", "#0072B2", "#009E73", "#E69F00", "#56B4E9", "#
 def table(result: DemoResult) -> Table:
     """Lay out recall by context length beside reasoning and drift: one line a model, mean and range of seeds."""
     lengths = list(result.rows[0].recall)
-    seeds = "one seed" if result.seeds == 1 else f"{result.seeds} seeds: mean (lowest–highest)"
+    seeds = "one seed" if result.seeds == 1 else f"{result.seeds} seeds (mean, lowest–highest)"
     view = Table(
         title=f"Tiny hybrid after {result.steps} steps of chain-of-thought SFT, {seeds}",
-        caption=(
-            "@N: recall, the share of right needle digits in N tokens of context (pretraining saw up to 256).\n"
-            "new sums: what SFT teaches. far look-ups: a skill from pretraining. Q/K drift: ‖W−W₀‖/‖W₀‖ of the\n"
-            "full-attention layers. Every number was measured in this run."
-        ),
-        caption_justify="left",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
     )
     view.add_column("model", no_wrap=True)
     for length in lengths:
-        view.add_column(f"@{length}", justify="right")
-    for heading in ("new sums", "far look-ups", "Q/K drift"):
-        view.add_column(heading, justify="right")
+        view.add_column(f"@{length}", justify="right", overflow="fold")
+    for heading in ("new sums", "look-ups", "drift"):
+        view.add_column(heading, justify="right", overflow="fold")
     for name in result.names:
         rows = result.of(name)
         cells = [_cell(rows, lambda row, n=length: row.recall[n]) for length in lengths]  # type: ignore[misc]
@@ -72,7 +77,7 @@ def write_plot(result: DemoResult, path: Path) -> bool:
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    figure = Figure(figsize=(11, 5.2), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(1.35, 1))
     _draw_recall(left, result)
@@ -99,11 +104,11 @@ def _draw_recall(axes: Axes, result: DemoResult) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [str(n) for n in lengths])
     axes.minorticks_off()
-    axes.set_xlabel("context length (tokens)")
+    axes.set_xlabel("context length (tokens; pretraining saw up to 256)")
     axes.set_title("Recall: share of right needle digits", fontsize=11)
     _tidy(axes, grid="y")
     axes.set_ylim(-0.02, 1.04)
-    axes.legend(frameon=False, fontsize=9, loc="lower left")
+    axes.figure.legend(frameon=False, fontsize=9, loc="outside lower center", ncols=min(5, len(result.names)))
 
 
 def _draw_reasoning(axes: Axes, result: DemoResult) -> None:
@@ -114,18 +119,19 @@ def _draw_reasoning(axes: Axes, result: DemoResult) -> None:
     )
     num_names = len(result.names)
     width = 0.8 / num_names
+    many = num_names > 5
     for i, (name, colour) in enumerate(zip(result.names, _COLOURS, strict=False)):
         for group, (_, value) in enumerate(scores):
             values = [value(row) for row in result.of(name)]
             mean, place = fmean(values), group + (i - (num_names - 1) / 2) * width
             errors = [[mean - min(values)], [max(values) - mean]] if result.seeds > 1 else None
             axes.bar(place, mean, width * 0.92, color=colour, yerr=errors, error_kw={"linewidth": 1})
-            axes.text(place, max(values) + 0.015, f"{mean:.2f}", ha="center", fontsize=8 if num_names < 6 else 6)
+            axes.text(place, max(values) + 0.015, f"{mean:.2f}", ha="center", fontsize=8, rotation=90 * many)
     axes.set_xticks(range(len(scores)), [label for label, _ in scores])
     axes.tick_params(axis="x", length=0)
     axes.set_title("Reasoning: share of right sums", fontsize=11)
     _tidy(axes, grid="y")
-    axes.set_ylim(0, 1.1)
+    axes.set_ylim(0, 1.15)
 
 
 def _tidy(axes: Any, *, grid: str) -> None:
@@ -145,4 +151,4 @@ def _far_lookups(row: Row) -> float:
 def _cell(rows: Sequence[Row], value: Callable[[Row], float]) -> str:
     values = [value(row) for row in rows]
     mean = f"{fmean(values):.2f}"
-    return mean if len(values) == 1 else f"{mean} ({min(values):.2f}–{max(values):.2f})"
+    return mean if len(values) == 1 else f"{mean}\n{min(values):.2f}–{max(values):.2f}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import shutil
 import time
 import warnings
@@ -53,23 +54,23 @@ class Variant:
 
 BEFORE = "before fine-tuning"
 DEFAULT_VARIANTS = (
-    Variant("unguarded", None, (Repair("unguarded, then restored", "qk"),)),
-    Variant("guarded", {}),
+    Variant("unguarded", None, (Repair("restored afterwards", "qk"),)),
+    Variant("guarded (freeze)", {}),
 )
 ALL_VARIANTS = (
     Variant(
         "unguarded",
         None,
         (
-            Repair("unguarded, then restored", "qk"),
-            Repair("unguarded, then interpolated", "interpolate"),
-            Repair("unguarded, values restored", "qk", roles=("value",)),
+            Repair("restored afterwards", "qk"),
+            Repair("interpolated afterwards", "interpolate"),
+            Repair("values restored", "qk", roles=("value",)),
         ),
     ),
-    Variant("guarded", {}),
-    Variant("guarded, low_lr", {"protect": "low_lr"}),
-    Variant("guarded, anchor", {"protect": "anchor"}),
-    Variant("tracked, qk_pro at the end", {"protect": "track", "restore": "qk_pro"}),
+    Variant("guarded (freeze)", {}),
+    Variant("guarded (low_lr)", {"protect": "low_lr"}),
+    Variant("guarded (anchor)", {"protect": "anchor"}),
+    Variant("tracked, then qk_pro", {"protect": "track", "restore": "qk_pro"}),
 )
 
 
@@ -226,7 +227,7 @@ def run_demo(
         for seed in range(seeds):
             rows.append(Row(BEFORE, seed, before.recall, before.reasoning, before.drift, 0.0))
             for variant in ALL_VARIANTS if all_modes else DEFAULT_VARIANTS:
-                slug = variant.name.replace(",", "").replace(" ", "-")
+                slug = re.sub(r"\W+", "-", variant.name).strip("-")
                 folder = _fresh_folder(Path(output_dir) / "runs" / f"{slug}-seed{seed}")
                 rows += _run_variant(variant, folder, tokenizer, seed=seed, steps=steps, report=report, score=score)
     return DemoResult(tuple(rows), steps, seeds, time.perf_counter() - began)
