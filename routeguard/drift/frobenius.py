@@ -1,0 +1,170 @@
+"""How far a weight moved: the Frobenius distance to its start, subtracted first and never expanded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from routeguard.routes.collection import Rows
+
+# Scalars held at once. On the CPU 1 MiB of float32, so that the difference is summed while it is still in the cache;
+# an accelerator wants few large launches instead.
+_CHUNK_CPU = 1 << 18
+_CHUNK_ACCELERATOR = 1 << 22
+
+
+@torch.no_grad()
+def squared_distance(weight: Tensor, start: Tensor, *, rows: Rows | None = None, dim: int = 0) -> Tensor:
+    """Squared Frobenius distance `‖W − W₀‖²`, added up on the device without a host synchronisation.
+
+    The difference is taken first, in float32 (in float64 when both tensors are float64), and then squared.
+    `‖W‖² − 2⟨W, W₀⟩ + ‖W₀‖²` is the same number on paper and loses all digits for small drifts.
+
+    Args:
+        weight: the current weight, any shape and floating dtype.
+        start: the weight at the start. With `rows` it holds those rows only, one range after the other along `dim`;
+            without, it has the shape of `weight`. Its dtype may differ from that of `weight`.
+        rows: `(start, stop)` ranges along `dim` to compare, or None for the whole weight.
+        dim: the dimension that `rows` index. Default 0.
+
+    Returns:
+        A 0-d float32 tensor on the device of `weight`. Squared distances of shards or row ranges may be added.
+
+    Raises:
+        ValueError: shapes, devices or ranges that do not fit together, or a dtype that is not floating point.
+
+    Source: derived.
+    """
+    dtype = compute_dtype(weight, start)
+    pieces = [piece for block in _blocks(weight, start, rows, dim) for piece in _pieces(*block)]
+    if not pieces:
+        return torch.zeros((), dtype=torch.float32, device=weight.device)
+    scratch = torch.empty(max(current.numel() for current, _ in pieces), dtype=dtype, device=weight.device)
+    sums = []
+    for current, origin in pieces:
+        difference = scratch[: current.numel()].view(current.shape)
+        if current.dtype == origin.dtype == dtype:
+            torch.sub(current, origin, out=difference)
+        else:  # torch.sub(out=float32) of two bfloat16 tensors would round to bfloat16 on the way
+            difference.copy_(current).sub_(origin)
+        sums.append(_sum_of_squares(difference))
+    return torch.stack(sums).sum().float()
+
+
+@torch.no_grad()
+def squared_norm(tensor: Tensor) -> Tensor:
+    """Squared Frobenius norm `‖W₀‖²`, to compute once for a start; its root goes into `relative_drift(start_norm=...)`.
+
+    Args:
+        tensor: any shape and floating dtype.
+
+    Returns:
+        A 0-d float32 tensor on the device of `tensor`.
+
+    Raises:
+        ValueError: the dtype is not floating point.
+
+    Source: derived.
+    """
+    dtype = compute_dtype(tensor)
+    sums = [_sum_of_squares(piece.to(dtype)) for piece, _ in _pieces(tensor, tensor)]
+    return torch.stack(sums).sum().float() if sums else torch.zeros((), dtype=torch.float32, device=tensor.device)
+
+
+@torch.no_grad()
+def relative_drift(
+    weight: Tensor,
+    start: Tensor,
+    *,
+    rows: Rows | None = None,
+    dim: int = 0,
+    start_norm: Tensor | None = None,
+) -> Tensor:
+    """Relative drift `‖W − W₀‖_F / ‖W₀‖_F` of a weight, on the device without a host synchronisation.
+
+    A start of all zeros (a fresh bias) has no scale to be relative to: the drift is then the plain distance `‖W‖_F`,
+    0 as long as nothing moves and never a division by zero.
+
+    Args:
+        weight, start, rows, dim: as in `squared_distance`.
+        start_norm: `‖W₀‖_F` as a 0-d tensor on the same device where it is known already
+            (`squared_norm(start).sqrt()`); it saves a second pass over the start. Default None.
+
+    Returns:
+        A 0-d float32 tensor on the device of `weight`.
+
+    Raises:
+        ValueError: as in `squared_distance`.
+
+    Source: derived; the measure is reported for each layer and role.
+    """
+    distance = squared_distance(weight, start, rows=rows, dim=dim).sqrt()
+    return relative(distance, squared_norm(start).sqrt() if start_norm is None else start_norm)
+
+
+def relative(distance: Tensor, norm: Tensor) -> Tensor:
+    """`distance / norm`, element by element, and the plain distance where the norm is 0."""
+    return distance / torch.where(norm > 0, norm, torch.ones_like(norm))
+
+
+def compute_dtype(*tensors: Tensor) -> torch.dtype:
+    """float64 if every tensor is float64, else float32. Raises ValueError for a dtype that is not floating point."""
+    for tensor in tensors:
+        if not tensor.is_floating_point():
+            raise ValueError(
+                f"drift needs floating-point weights, found {tensor.dtype} of shape {tuple(tensor.shape)}; "
+                "dequantise the weight first"
+            )
+    return torch.float64 if all(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+
+
+def row_blocks(tensor: Tensor, rows: Rows | None, dim: int = 0) -> list[Tensor]:
+    """Views of the row ranges of a tensor. Raises ValueError for a range or dimension outside of it."""
+    if rows is None:
+        return [tensor]
+    if not -tensor.ndim <= dim < tensor.ndim:
+        raise ValueError(f"dim {dim} does not exist in a tensor of shape {tuple(tensor.shape)}")
+    size = tensor.shape[dim]
+    for first, stop in rows:
+        if not 0 <= first <= stop <= size:
+            raise ValueError(f"rows ({first}, {stop}) do not lie within the {size} rows of dimension {dim}")
+    return [tensor.narrow(dim, first, stop - first) for first, stop in rows]
+
+
+def _blocks(weight: Tensor, start: Tensor, rows: Rows | None, dim: int) -> list[tuple[Tensor, Tensor]]:
+    """The row ranges of the weight beside their part of the start."""
+    if weight.device != start.device:
+        raise ValueError(f"the weight is on {weight.device} and its start on {start.device}; move the start there")
+    current = row_blocks(weight, rows, dim)
+    sizes = [block.shape[dim] for block in current] if rows is not None else []
+    expected = list(weight.shape)
+    if rows is not None:
+        expected[dim] = sum(sizes)
+    if list(start.shape) != expected:
+        asked = "all rows" if rows is None else f"rows {rows} of dimension {dim}"
+        raise ValueError(
+            f"the start has shape {tuple(start.shape)}, but {asked} of a weight of shape {tuple(weight.shape)} "
+            f"have shape {tuple(expected)}; pass the start of the same parameter and the same rows"
+        )
+    return list(zip(current, [start] if rows is None else start.split(sizes, dim), strict=True))
+
+
+def _pieces(weight: Tensor, start: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cut two tensors of one shape into cache-sized pairs of views: flat where both are contiguous, else by rows."""
+    if not weight.numel():
+        return
+    size = _CHUNK_CPU if weight.device.type == "cpu" else _CHUNK_ACCELERATOR
+    if weight.is_contiguous() and start.is_contiguous():
+        weight, start = weight.view(-1), start.view(-1)
+    else:
+        size = max(1, size * weight.shape[0] // weight.numel())
+    yield from zip(weight.split(size), start.split(size), strict=True)
+
+
+def _sum_of_squares(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        flat = tensor.reshape(-1)
+        return torch.dot(flat, flat)
+    return torch.linalg.vector_norm(tensor).square()
