@@ -95,6 +95,22 @@ def test_softmax_counter_sees_attention() -> None:
     assert counter.count == config_for("llama").num_hidden_layers
 
 
+@pytest.mark.parametrize("model_type", ["gemma4_assistant", "gemma4_unified_assistant"])
+def test_skipped_drafting_heads_have_queries_but_no_keys(model_type: str) -> None:
+    draft = Case(model_type, model_type, {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}})
+    names = [name for name, _ in build(draft, device="meta").named_parameters()]
+    assert any("q_proj" in name for name in names)
+    assert not any("k_proj" in name for name in names)
+
+
+def test_skipped_bidirectional_and_local_models_are_so_by_default() -> None:
+    assert not CONFIG_MAPPING["xlm"]().causal
+    assert not CONFIG_MAPPING["flaubert"]().causal
+    assert CONFIG_MAPPING["xlnet"]().attn_type == "bi"
+    assert set(CONFIG_MAPPING["reformer"]().attn_layers) == {"local", "lsh"}
+    assert CONFIG_MAPPING_NAMES["EvollaModel"] == CONFIG_MAPPING_NAMES["evolla"]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_case_builds_on_meta(name: str) -> None:
     model = build(name, device="meta")

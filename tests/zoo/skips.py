@@ -40,7 +40,7 @@ GROUPS = {
         sam_mask_decoder sam_prompt_encoder sapiens2_head slanext_vision xclip_vision_model
     """,
     "a bidirectional text encoder: no causal language model class": """
-        albert bros canine convbert deberta deberta-v2 distilbert dpr eurobert flaubert fnet funnel gte ibert
+        albert bros canine convbert deberta deberta-v2 distilbert dpr eurobert fnet funnel gte ibert
         jina_embeddings_v3 layoutlm layoutlmv2 layoutlmv3 layoutxlm lilt longformer luke markuplm mobilebert
         modernbert mpnet mra neomme nomic_bert nystromformer openai_privacy_filter splinter squeezebert tapas
         ultrabert yoso
@@ -112,6 +112,7 @@ SINGLE = {
     "muse_glimmer_assistant": "a drafting head that denoises blocks on the hidden states of another model",
     "pi0": "a robot policy: an action expert beside paligemma, no language model head",
     "reformer": "local and hashed attention only: no layer computes a full softmax over the context",
+    "flaubert": "a bidirectional text encoder by default (causal=False)",
     "xlm": "a bidirectional text encoder by default (causal=False)",
     "xlnet": "a permutation language model: two-stream relative attention, bidirectional by default",
 }
