@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
+from routeguard.routes._rows import row_layout
 from routeguard.routes._sandbox import sandbox
 from routeguard.routes.perturbation import perturbation_check
 from routeguard.routes.probe import ProbedBlock, ProbeResult, probe_routes
-from tests.zoo.build import build
+from tests.zoo.build import build, example_inputs
 
 HIDDEN, HEADS, HEAD_DIM = 64, 4, 16
 
@@ -215,6 +216,42 @@ def test_discrete_selection_is_said_not_guessed() -> None:
         assert not any("indexer" in tensor.parameter for tensor in block.tensors)
 
 
+def test_image_towers_and_cross_attention_are_left_out() -> None:
+    inputs = example_inputs("blip")
+    ids = inputs.pop("input_ids")
+    result = probe_routes(build("blip"), input_ids=ids, extra_inputs=inputs)
+    assert [block.module for block in result.blocks] == [
+        f"text_decoder.bert.encoder.layer.{layer}.attention.self" for layer in range(4)
+    ]
+    (note,) = [note for note in result.notes if "do not depend on the tokens" in note]
+    assert "crossattention" in note and "vision_model" in note
+
+
+def test_wrapper_without_a_forward_pass() -> None:
+    model = build("qwen2_5_omni")
+    blocks = probe_routes(model, entry="thinker").blocks
+    assert [block.module for block in blocks] == [
+        f"thinker.model.language_model.layers.{layer}.self_attn" for layer in range(6)
+    ]
+    assert {tensor.parameter for block in blocks for tensor in block.tensors} <= dict(model.named_parameters()).keys()
+
+
+def test_row_dimension() -> None:
+    conv1d = type("Conv1D", (nn.Module,), {})()
+    whole = torch.ones(4, 6, dtype=torch.bool)
+    assert row_layout({"query": whole}, conv1d) == (1, {"query": ((0, 6),)})
+    assert row_layout({"query": whole}, nn.Linear(6, 4)) == (0, {"query": ((0, 4),)})
+    columns = whole & (torch.arange(6) % 3 != 1)
+    assert row_layout({"key": columns}, None) == (1, {"key": ((0, 1), (2, 4), (5, 6))})
+    experts = torch.zeros(5, 4, 6, dtype=torch.bool)
+    experts[1:3, 2:] = True  # only two of the experts were picked
+    assert row_layout({"key": experts}, None) == (1, {"key": ((2, 4),)})
+    assert row_layout({"key": experts.transpose(1, 2)}, None) == (2, {"key": ((2, 4),)})
+    kernel = torch.zeros(4, 1, 3, dtype=torch.bool)
+    kernel[:2] = True
+    assert row_layout({"query": kernel}, nn.Conv1d(4, 4, 3, groups=4)) == (0, {"query": ((0, 2),)})
+
+
 # --- unknown classes --------------------------------------------------------------------------------------------------
 
 
@@ -231,14 +268,16 @@ class HandWritten(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         k, q, v = ((hidden @ self.weights).unflatten(-1, (3, HEADS, HEAD_DIM))).unbind(-3)
         if self.kind == "linear":
-            state = torch.einsum("bshk,bshv->bhkv", F.softmax(k, dim=-1), v)
-            mixed = torch.einsum("bthk,bhkv->bthv", F.softmax(q, dim=-1), state)
+            state = torch.einsum("bshk,bshv->bhkv", functional.softmax(k, dim=-1), v)
+            mixed = torch.einsum("bthk,bhkv->bthv", functional.softmax(q, dim=-1), state)
         else:
             logits = torch.einsum("bshd,bthd->bhts", k, q * self.scale.exp()) / math.sqrt(HEAD_DIM)
             ahead = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
             far = torch.ones_like(ahead).tril(-6 if self.kind == "window" else -999)
             mixed = torch.einsum("bhts,bshd->bthd", logits.masked_fill(ahead | far, float("-inf")).softmax(-1), v)
-        experts = F.softmax(self.router(hidden), dim=-1)  # [1, tokens, 24]: as square as attention over 24 tokens
+        experts = functional.softmax(
+            self.router(hidden), dim=-1
+        )  # [1, tokens, 24]: as square as attention over 24 tokens
         return mixed.flatten(-2) * experts.amax(-1, keepdim=True)
 
 
@@ -288,7 +327,7 @@ class Fused(nn.Module):
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         mask = self.position[:, None, :] + torch.full((24, 24), float("-inf")).triu(1)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         return mixed.transpose(1, 2).flatten(-2)
 
 
@@ -357,6 +396,13 @@ def test_bad_input_raises() -> None:
         probe_routes(build("llama", device="meta"))
     with pytest.raises(ValueError, match="at least 8"):
         probe_routes(build("llama"), num_tokens=4)
+    quantised = build("llama")
+    for layer in quantised.model.layers:
+        for name in ("q_proj", "k_proj"):
+            weight = getattr(layer.self_attn, name)._parameters.pop("weight").data
+            getattr(layer.self_attn, name).weight = weight  # as of a packed base: the forward pass sees no parameter
+    with pytest.raises(ValueError, match="no floating-point weight feeds their queries"):
+        probe_routes(quantised)
     with pytest.raises(ValueError, match="vocabulary"):
         probe_routes(nn.Linear(3, 3))
     broken = build("llama")
@@ -436,7 +482,12 @@ def test_gradient_hooks_of_the_user_neither_run_nor_distort() -> None:
 def fingerprint(model: nn.Module) -> list[Any]:
     from transformers.modeling_utils import AttentionInterface
 
-    found: list[Any] = [AttentionInterface.get_interface, AttentionInterface.__getitem__, F.softmax, torch.softmax]
+    found: list[Any] = [
+        AttentionInterface.get_interface,
+        AttentionInterface.__getitem__,
+        functional.softmax,
+        torch.softmax,
+    ]
     found += [sorted(vars(AttentionInterface)), torch.get_rng_state().tolist(), copy.deepcopy(vars(model.config))]
     for name, module in model.named_modules():
         hooks = [len(module._forward_hooks), len(module._forward_pre_hooks), len(module._forward_hooks_always_called)]

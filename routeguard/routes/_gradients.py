@@ -31,11 +31,16 @@ class Findings:
 class EventReader:
     """Collects findings from the attention calls of each layer, by the module that owns the projections."""
 
-    def __init__(self, model: nn.Module, stand_ins: dict[str, nn.Parameter], *, seed: int) -> None:
+    def __init__(
+        self, model: nn.Module, stand_ins: dict[str, nn.Parameter], *, skipped: frozenset[int] = frozenset(), seed: int
+    ) -> None:
         self._model = model
+        self._skipped = skipped  # numbers of calls, counted from the start of the pass
+        self._num_calls = 0
         self._names = {id(parameter): name for name, parameter in stand_ins.items()}
         self._generator = torch.Generator().manual_seed(seed)
         self.findings: dict[str, Findings] = {}
+        self.skipped_modules: set[str] = set()
         self.not_over_tokens: set[str] = set()
         self.without_weights: set[str] = set()
         self.not_causal: set[str] = set()
@@ -52,6 +57,10 @@ class EventReader:
         return {self._names[id(parameter)]: parameter for parameter in parameters if id(parameter) in self._names}
 
     def _read(self, event: AttentionEvent, inputs: list[Tensor]) -> str | None:
+        self._num_calls += 1
+        if self._num_calls - 1 in self._skipped:
+            self.skipped_modules.add(event.path[-1])
+            return None
         for label, tensors in (("queries", event.queries), ("keys", event.keys)):
             if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
                 raise ValueError(

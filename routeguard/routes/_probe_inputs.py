@@ -29,19 +29,33 @@ def probe_inputs(
 
     Remarks go to `notes`. Raises ValueError for less than 8 tokens and for a model without a vocabulary to draw from.
     """
+    config = config_of(model)
+    windows = {} if config is None else windows_of(config)
     if input_ids is None:
-        input_ids = _random_ids(model, _choose_length(model, num_tokens, notes), seed)
-    if input_ids.dim() != 2 or input_ids.shape[1] < 8:
+        input_ids = _random_ids(model, _choose_length(model, config, num_tokens, windows), seed)
+    if input_ids.dim() < 2 or input_ids.shape[1] < 8:
         raise ValueError(
             f"a probe of shape {tuple(input_ids.shape)} cannot tell a window from full attention; use [1, tokens] with "
             "at least 8 tokens (num_tokens=24 is the default)"
         )
-    return {"input_ids": input_ids, **(extra_inputs or {})}
+    inputs = {"input_ids": input_ids, **(extra_inputs or {})}
+    longer = {name: size for name, size in windows.items() if size > longest_window(inputs)}
+    if longer:
+        stated = ", ".join(f"{name}={size}" for name, size in longer.items())
+        notes.append(
+            f"{stated} shortened in a pass of {input_ids.shape[1]} tokens so that a window shows; reach_tokens follows"
+        )
+    return inputs
 
 
 def longest_window(inputs: Mapping[str, Any]) -> int:
     """The longest attention window, in tokens, that shows in a pass on `inputs`."""
-    return max(int(inputs["input_ids"].shape[-1]) - 2 * SLACK_TOKENS, 1)
+    return max(int(inputs["input_ids"].shape[1]) - 2 * SLACK_TOKENS, 1)
+
+
+def with_other_tokens(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The same arguments with the tokens in reverse order."""
+    return {**inputs, "input_ids": inputs["input_ids"].flip(1)}
 
 
 def run_model(model: nn.Module, inputs: Mapping[str, Any]) -> None:
@@ -51,26 +65,17 @@ def run_model(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     switch = {"use_cache": False} if "use_cache" in parameters or open_ended else {}
     if "input_ids" in parameters or open_ended:
-        model(**inputs, **switch)
+        model(**{**switch, **inputs})
     else:
         model(*inputs.values(), **switch)
 
 
-def _choose_length(model: nn.Module, num_tokens: int, notes: list[str]) -> int:
-    config = config_of(model)
+def _choose_length(model: nn.Module, config: Any, num_tokens: int, windows: Mapping[str, int]) -> int:
     if config is None:
         return num_tokens
-    windows = windows_of(config)
     needed = [size + 2 * SLACK_TOKENS for size in (*windows.values(), *_compression_rates(config))]
     length = max([num_tokens, *(size for size in needed if size <= _MAX_PROBE_TOKENS)])
-    length = min(length, _position_limit(model, config) or length)
-    longer = {name: size for name, size in windows.items() if size + 2 * SLACK_TOKENS > length}
-    if longer:
-        stated = ", ".join(f"{name}={size}" for name, size in longer.items())
-        notes.append(
-            f"{stated} shortened for a pass of {length} tokens so that a window shows; reach_tokens follows it"
-        )
-    return length
+    return min(length, _position_limit(model, config) or length)
 
 
 def _compression_rates(config: Any) -> list[int]:

@@ -50,6 +50,7 @@ def perturbation_check(
     rows_per_range: int = 3,
     seed: int = 0,
     extra_inputs: Mapping[str, Any] | None = None,
+    entry: str = "",
 ) -> PerturbationReport:
     """Compare `result` with what noise on single rows does to the masked logits of each block.
 
@@ -60,7 +61,7 @@ def perturbation_check(
     Args:
         model: the probed model.
         result: of `probe_routes(model)`.
-        input_ids, num_tokens, seed, extra_inputs: as for `probe_routes`.
+        input_ids, num_tokens, seed, extra_inputs, entry: as for `probe_routes`.
         rows_per_range: how many rows of each listed range to try, spread from its first to its last, default 3.
 
     Source: derived.
@@ -70,12 +71,13 @@ def perturbation_check(
     inert: list[str] = []
     unchecked: list[str] = []
     num_rows = 0
+    runner = model.get_submodule(entry)
     inputs = probe_inputs(
-        model, input_ids=input_ids, num_tokens=num_tokens, seed=seed, extra_inputs=extra_inputs, notes=[]
+        runner, input_ids=input_ids, num_tokens=num_tokens, seed=seed, extra_inputs=extra_inputs, notes=[]
     )
     generator = torch.Generator().manual_seed(seed + 1)
     with sandbox(model, seed=seed, max_window_tokens=longest_window(inputs)) as stand_ins:
-        calls = _inputs_of(model, {block.module for block in result.blocks}, inputs)
+        calls = _inputs_of(model, runner, {block.module for block in result.blocks}, inputs)
         for block in result.blocks:
             if block.module not in calls:
                 unchecked.append(f"{block.module}: did not run")
@@ -130,7 +132,7 @@ class _Noise:
     def __enter__(self) -> None:
         for parameter, selected in self._entries.values():
             self._old.append((parameter, parameter.data))
-            scale = float(parameter.detach().float().abs().mean()) or 1.0
+            scale = max(float(parameter.detach().float().abs().mean()), 0.01)
             noise = (torch.randn(parameter.shape, generator=self._generator) * scale + scale).to(parameter)
             parameter.data = torch.where(selected, parameter.data + noise, parameter.data)
 
@@ -139,7 +141,7 @@ class _Noise:
             parameter.data = data
 
 
-def _inputs_of(model: nn.Module, wanted: set[str], inputs: dict[str, Any]) -> dict[str, _Call]:
+def _inputs_of(model: nn.Module, runner: nn.Module, wanted: set[str], inputs: dict[str, Any]) -> dict[str, _Call]:
     """The arguments of the first call of each wanted module, by its name on the call path."""
     calls: dict[str, _Call] = {}
     recorder = Recorder(model, lambda events, leaves: None)
@@ -152,7 +154,7 @@ def _inputs_of(model: nn.Module, wanted: set[str], inputs: dict[str, Any]) -> di
     with recorder.watch():
         handles = [model.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True) for name in wanted]
         try:
-            run_model(model, inputs)
+            run_model(runner, inputs)
         finally:
             for handle in handles:
                 handle.remove()

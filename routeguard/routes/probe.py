@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from routeguard.routes._capture import Recorder
+from routeguard.routes._capture import AttentionEvent, Recorder
 from routeguard.routes._gradients import EventReader, Findings
-from routeguard.routes._probe_inputs import SLACK_TOKENS, longest_window, probe_inputs, run_model
+from routeguard.routes._probe_inputs import SLACK_TOKENS, longest_window, probe_inputs, run_model, with_other_tokens
 from routeguard.routes._rows import Ranges, row_layout
 from routeguard.routes._sandbox import sandbox
 
@@ -88,6 +89,7 @@ def probe_routes(
     num_tokens: int = 24,
     seed: int = 0,
     extra_inputs: Mapping[str, Any] | None = None,
+    entry: str = "",
 ) -> ProbeResult:
     """Find the parameter rows that feed queries, keys and values of every attention block, by autograd.
 
@@ -99,7 +101,10 @@ def probe_routes(
         input_ids: [1, tokens] tokens to run; drawn at random, special tokens left out, by default.
         num_tokens: tokens to draw, default 24; raised to outgrow the attention windows of the configuration.
         seed: for the tokens and the random directions.
-        extra_inputs: further arguments of the forward pass, for models that demand them.
+        extra_inputs: further arguments of the forward pass, for models that demand them. Attention that does not
+            depend on `input_ids` (image towers, cross-attention) is then left out.
+        entry: name of the submodule that takes `input_ids`, for wrappers without a forward pass; names in the result
+            are those of `model` all the same.
 
     Returns:
         The blocks that attend with a softmax over positions. Layers without one (linear attention, state spaces,
@@ -115,32 +120,68 @@ def probe_routes(
             "probe_routes needs a forward pass, but parameters are on the meta device; load the weights first"
         )
     notes: list[str] = []
+    runner = model.get_submodule(entry)
     inputs = probe_inputs(
-        model, input_ids=input_ids, num_tokens=num_tokens, seed=seed, extra_inputs=extra_inputs, notes=notes
+        runner, input_ids=input_ids, num_tokens=num_tokens, seed=seed, extra_inputs=extra_inputs, notes=notes
     )
     with sandbox(model, seed=seed, max_window_tokens=longest_window(inputs)) as stand_ins:
-        reader = EventReader(model, stand_ins, seed=seed)
-        recorder = Recorder(model, reader)
-        with recorder.watch():
-            run_model(model, inputs)
+        skipped = _independent_of_tokens(model, runner, inputs) if extra_inputs else frozenset()
+        reader, recorder = _pass(model, runner, inputs, stand_ins, skipped, seed)
         if reader.repeated:
             # A block that runs twice in a layer feeds itself; cut it from its own first run as well.
-            again = EventReader(model, stand_ins, seed=seed)
-            recorder = Recorder(model, again, cut_at=frozenset(reader.findings))
-            with recorder.watch():
-                run_model(model, inputs)
-            reader = again
+            cut_at = frozenset(reader.findings)
+            reader, recorder = _pass(model, runner, inputs, stand_ins, skipped, seed, cut_at=cut_at)
         if not reader.findings:
             raise ValueError(_nothing_found(model, reader, recorder))
         selectors = {name: _selectors(name, reader, recorder) for name in reader.findings}
         shapes = _Context(
             order={name: index for index, name in enumerate(stand_ins)},
             modules=dict(model.named_modules(remove_duplicate=False)),
-            num_tokens=int(inputs["input_ids"].shape[-1]),
+            num_tokens=int(inputs["input_ids"].shape[1]),
         )
         blocks = tuple(_block(name, found, selectors[name], shapes) for name, found in reader.findings.items())
     notes += _notes(blocks, reader, recorder)
     return ProbeResult(blocks=blocks, notes=tuple(notes))
+
+
+def _pass(
+    model: nn.Module,
+    runner: nn.Module,
+    inputs: dict[str, Any],
+    stand_ins: dict[str, nn.Parameter],
+    skipped: frozenset[int],
+    seed: int,
+    *,
+    cut_at: frozenset[str] = frozenset(),
+) -> tuple[EventReader, Recorder]:
+    reader = EventReader(model, stand_ins, skipped=skipped, seed=seed)
+    recorder = Recorder(model, reader, cut_at=cut_at)
+    with recorder.watch():
+        run_model(runner, inputs)
+    return reader, recorder
+
+
+def _independent_of_tokens(model: nn.Module, runner: nn.Module, inputs: dict[str, Any]) -> frozenset[int]:
+    """Numbers, in the order of a pass, of attention calls whose queries or keys stay when the tokens change."""
+    passes: list[list[tuple[list[Tensor], list[Tensor]]]] = []
+    for arguments in (inputs, with_other_tokens(inputs)):
+        calls: list[tuple[list[Tensor], list[Tensor]]] = []
+
+        def keep(events: list[AttentionEvent], _: list[Tensor], calls: list[Any] = calls) -> None:
+            calls += [([q.detach() for q in event.queries], [k.detach() for k in event.keys]) for event in events]
+
+        with Recorder(model, keep).watch():
+            run_model(runner, arguments)
+        passes.append(calls)
+
+    def same(first: list[Tensor], second: list[Tensor]) -> bool:
+        return len(first) == len(second) and all(map(torch.equal, first, second))
+
+    return frozenset(
+        number
+        for number, (one, other) in enumerate(zip(*passes, strict=False))
+        if same(one[0], other[0]) or same(one[1], other[1])
+    )
 
 
 @dataclass(frozen=True)
@@ -204,6 +245,8 @@ def _notes(blocks: Iterable[ProbedBlock], reader: EventReader, recorder: Recorde
         )
     if reader.not_over_tokens:
         notes.append(f"left out, softmax not over tokens: {_some(reader.not_over_tokens)}")
+    if reader.skipped_modules:
+        notes.append(f"left out, queries or keys do not depend on the tokens: {_some(reader.skipped_modules)}")
     if reader.without_weights:
         notes.append(f"left out, no weight of their layer feeds the queries: {_some(reader.without_weights)}")
     if reader.not_causal:
