@@ -166,9 +166,8 @@ def _initial_magnitude(model: nn.Module, piece: Held) -> Tensor:
     layer = peft_layer(model, piece.routes[0].parameter)
     weight = dequantize_module_weight(layer.get_base_layer()).detach()
     magnitude = layer.lora_magnitude_vector[_adapter_of(piece)]
-    norm: Tensor = magnitude.get_weight_norm(
-        weight.to(piece.parameter.dtype), torch.zeros((), device=weight.device), 1.0
-    )
+    zero = torch.zeros((), dtype=weight.dtype, device=weight.device)  # in the base's dtype, as PEFT does at the start
+    norm: Tensor = magnitude.get_weight_norm(weight, zero, 1.0)
     return norm.detach().reshape(piece.parameter.shape).to(piece.parameter.dtype)
 
 
@@ -188,9 +187,9 @@ def _put_back(group: Sequence[Held], known: dict[str, Tensor], where: str) -> di
             )
             if b0.any() and not torch.equal(a0, piece.parameter.detach().cpu()):
                 raise ValueError(
-                    f"{where} is held in part, its adapter did not start at zero and lora_A has moved: no value of "
-                    "the held rows of lora_B gives the start back without touching the other rows. Restore all its rows, or "
-                    "merge the adapter and restore the plain model"
+                    f"{where} is held in part, its adapter did not start at zero and lora_A has moved: no value "
+                    "of the held rows of lora_B gives the start back without touching the other rows. Restore all its "
+                    "rows, or merge the adapter and restore the plain model"
                 )
     return starts
 

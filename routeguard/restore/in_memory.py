@@ -16,7 +16,7 @@ from routeguard.restore.adapters import adapted_modules, adapter_drift, refuse_m
 from routeguard.restore.lookup import open_reference
 from routeguard.restore.meaning import check_same_meaning, meaning_of
 from routeguard.restore.methods import interpolated, qk_pro_values
-from routeguard.restore.reference import Reference, refuse_without_local_values
+from routeguard.restore.reference import Reference, refuse_unreadable
 from routeguard.restore.report import LayerRestore, RestoreReport
 from routeguard.restore.sources import ReferenceSource
 from routeguard.routes.collection import ROUTING_ROLES, Role, Route, Routes
@@ -126,7 +126,7 @@ def _plan(
     refuse_merged(model, routes.routes)
     held = held_parameters(model, routes)
     for piece in held:
-        refuse_without_local_values(piece.name, piece.parameter)
+        refuse_unreadable(piece)
     reference = open_reference(source, model, held)
     notes = [*check_same_meaning(meaning_of(model), reference.meaning, insist=insist), *reference.notes]
     movable = [piece for piece in held if not is_quantised(piece.parameter)]

@@ -85,8 +85,8 @@ def _refuse_undefined(geometry: AttentionLayer) -> None:
     if geometry.product_obstacle not in (None, _NORMALISED):
         raise ValueError(
             f"QK-Pro is not defined for layer {geometry.layer} ({geometry.module}): {geometry.product_obstacle}, so "
-            "the product of its query and key weights is not the logit. Use method='qk' or 'interpolate' there, or choose "
-            "other layers"
+            "the product of its query and key weights is not the logit. Use method='qk' or 'interpolate' there, or "
+            "choose other layers"
         )
 
 

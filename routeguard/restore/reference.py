@@ -114,7 +114,7 @@ def capture_reference(model: nn.Module, held: Sequence[Held], *, origin: str = "
     kept: dict[tuple[Any, ...], Tensor] = {}
     captured = [piece for piece in held if not is_quantised(piece.parameter)]
     for piece in captured:
-        refuse_without_local_values(piece.name, piece.parameter)
+        refuse_unreadable(piece)
         parameter = piece.parameter.detach()
         key = (parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.dtype, piece.rows, piece.dim)
         if key not in kept:
@@ -186,6 +186,16 @@ def load_reference(path: str | os.PathLike[str]) -> Reference:
     complete = set(tensors) == set(reference.rows) == set(reference.dims) == set(reference.routes)
     refuse_altered(path, reference.digest if complete else "", facts["digest"])
     return reference
+
+
+def refuse_unreadable(piece: Held) -> None:
+    """Raise ValueError when the held rows cannot be read here: split over processes, or beyond an adapter's tensor."""
+    refuse_without_local_values(piece.name, piece.parameter)
+    size = piece.parameter.shape[piece.dim]
+    if piece.rows and piece.rows[-1][1] > size and not is_quantised(piece.parameter):
+        raise ValueError(
+            f"{piece.name} has {size} rows, fewer than the routed weight that it serves ({piece.rows[-1][1]})"
+        )
 
 
 def refuse_without_local_values(name: str, parameter: Tensor) -> None:
