@@ -95,9 +95,25 @@ def test_softmax_counter_sees_attention() -> None:
     assert counter.count == config_for("llama").num_hidden_layers
 
 
+IGNORED_OPTIONS = {"nemotron_h/window"}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "/" in name])
+def test_variants_differ_from_the_plain_case(name: str) -> None:
+    plain, variant = build(name.partition("/")[0]), build(name)
+    shapes = [{key: value.shape for key, value in model.state_dict().items()} for model in (plain, variant)]
+    if shapes[0] == shapes[1]:
+        variant.load_state_dict(plain.state_dict())
+        with torch.no_grad():
+            logits = [model(**example_inputs(name)).logits for model in (plain, variant)]
+        assert torch.equal(*logits) == (name in IGNORED_OPTIONS)
+
+
 @pytest.mark.parametrize("model_type", ["gemma4_assistant", "gemma4_unified_assistant"])
 def test_skipped_drafting_heads_have_queries_but_no_keys(model_type: str) -> None:
-    draft = Case(model_type, model_type, {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}})
+    draft = Case(
+        model_type, model_type, {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}}
+    )
     names = [name for name, _ in build(draft, device="meta").named_parameters()]
     assert any("q_proj" in name for name in names)
     assert not any("k_proj" in name for name in names)

@@ -37,7 +37,7 @@ def build(case: Case | str, *, device: str = "cpu", seed: int = 0) -> Any:
     """A tiny random model in eval mode, float32, eager attention.
 
     Args:
-        case: a case or its name (a model type names its first case).
+        case: a case or its name (a model type names its plain case).
         device: "cpu" or "meta".
         seed: seed of the random weights; the global random state is left as it was.
     """
