@@ -69,15 +69,15 @@ Layout = Callable[[Block], "Found | None"]
 
 # Names that projections go by in modules and in checkpoints, most common first.
 QUERY = (
-    "q_proj", "q_proj.linear", "qkv_proj.q_proj", "wq_du", "to_q", "Wq", "query", "attention.query", "project_q", "q",
+    "q_proj", "q_proj.linear", "qkv_proj.q_proj", "Wq", "query", "attention.query", "project_q", "q",
 )  # fmt: skip
-KEY = ("k_proj", "k_proj.linear", "qkv_proj.k_proj", "wk_dv", "to_k", "Wk", "key", "attention.key", "project_k", "k")
-VALUE = ("v_proj", "v_proj.linear", "wv_dv", "to_v", "Wv", "value", "attention.value", "project_v", "v")
+KEY = ("k_proj", "k_proj.linear", "qkv_proj.k_proj", "Wk", "key", "attention.key", "project_k", "k")
+VALUE = ("v_proj", "v_proj.linear", "Wv", "value", "attention.value", "project_v", "v")
 OUTPUT = (
-    "o_proj", "o_proj.linear", "out_proj", "dense", "c_proj", "attention.output", "wo_ud", "to_out", "attention_out", "o",
+    "o_proj", "o_proj.linear", "out_proj", "dense", "c_proj", "attention.output", "attention_out", "o",
 )  # fmt: skip
 LATENT_NORMS = ("q_a_layernorm", "q_a_norm")
-QUERY_NORMS = ("q_norm", "q_layernorm", "query_layernorm", "q_proj.norm", "q_l2_clip", "q_b_norm", *LATENT_NORMS)
+QUERY_NORMS = ("q_norm", "q_layernorm", "query_layernorm", "q_proj.norm", "q_b_norm", *LATENT_NORMS)
 KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "k_proj.norm", "k_rope_only_layernorm")
 
 

@@ -8,10 +8,10 @@ from typing import Any
 Config = Mapping[str, Any]
 
 _DECODER_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config", "language_model", "decoder", "global_config")
-_SECTION_IDENTITY = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "hidden_size", "n_embd", "d_model")
+_SECTION_IDENTITY = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "hidden_size", "n_embd", "d_model", "embed_dim")
 
 # One line for each quantity: the spellings that configs use, most common first.
-NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "layers")
 NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "attention_heads")
 NUM_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels", "d_kv")

@@ -15,7 +15,7 @@ _LAYER = re.compile(r"^(?P<stack>(?:.*?\.)?(?:layers|h|blocks|block|layer|decode
 _NOT_THE_DECODER = re.compile(
     r"(^|[._])(vision|visual|vit|audio|image|img|speech|talker|code2wav|code_predictor|connector|qformer|perceiver|resampler|"
     r"aligner|projector|mtp|sam|vqmodel|codec|depth_decoder|token2wav|tower|nextn|eagle|draft|assistant|embedder|patcher|"
-    r"local_encoder|local_decoder)([._\d]|$)"
+    r"local_encoder|local_decoder|qwen2_model)([._\d]|$)"
     r"|vision_|visual_|audio_|image_|encoder\b(?!_)"
 )
 _NOT_SELF_ATTENTION = re.compile(
@@ -23,17 +23,18 @@ _NOT_SELF_ATTENTION = re.compile(
     r"indexer|compressor|adapter|mamba|conv|short_conv|mlstm_layer|mlp|moe|feed_forward|block_sparse_moe)(\.|$)"
 )
 _MARKERS = (
-    "q_proj", "q_proj.linear", "qkv_proj.q_proj", "wq_du", "to_q", "Wq", "query", "attention.query", "project_q", "q_b_proj",
-    "q_gate_proj", "wq_b", "qkv_proj", "Wqkv", "query_key_value", "c_attn", "att_proj", "gqkv_proj", "kv_proj",
+    "q_proj", "q_proj.linear", "qkv_proj.q_proj", "wq_du", "to_q", "Wq", "wq", "query", "attention.query", "project_q",
+    "q_b_proj", "q_gate_proj", "wq_b", "qkv_proj", "Wqkv", "query_key_value", "c_attn", "att_proj", "gqkv_proj", "kv_proj",
 )  # fmt: skip
 _MARKER = re.compile(rf"^(?P<module>.*?)\.?(?<![\w])(?:{'|'.join(re.escape(m) for m in _MARKERS)})\.weight$")
 
 
-def decoder_layers(tensors: Mapping[str, TensorInfo], stack_suffixes: tuple[str, ...] = ()) -> Layers:
+def decoder_layers(tensors: Mapping[str, TensorInfo], num_layers: int, stack_suffixes: tuple[str, ...] = ()) -> Layers:
     """Tensors of each decoder layer; towers beside the decoder stay out.
 
     Args:
         tensors: canonical parameter name to tensor.
+        num_layers: how many layers the config gives the decoder; a checkpoint may hold more (token-prediction heads).
         stack_suffixes: containers to take, in order, for models that name them in the table; () finds the only one.
 
     Raises:
@@ -48,9 +49,9 @@ def decoder_layers(tensors: Mapping[str, TensorInfo], stack_suffixes: tuple[str,
         return _concatenated(stacks, stack_suffixes)
     candidates = {stack: layers for stack, layers in stacks.items() if not _NOT_THE_DECODER.search(stack)} or stacks
     attending = {stack: layers for stack, layers in candidates.items() if any(map(_markers, layers.values()))}
-    if len(attending) > 1:
-        longest = max(map(len, attending.values()))
-        attending = {stack: layers for stack, layers in attending.items() if len(layers) == longest}
+    for enough in (lambda n: n >= num_layers, lambda n: n == num_layers):
+        if len(attending) > 1:
+            attending = {stack: layers for stack, layers in attending.items() if enough(len(layers))} or attending
     if len(attending) > 1:
         raise ValueError(
             f"several stacks of layers could be the text decoder: {sorted(attending)}; register a row that names "
@@ -59,15 +60,21 @@ def decoder_layers(tensors: Mapping[str, TensorInfo], stack_suffixes: tuple[str,
     return next(iter((attending or candidates).values()), {})
 
 
-def attention_blocks(tensors: Mapping[str, TensorInfo], layer: int, config: Config) -> list[Block]:
-    """The self-attention modules of one layer, outermost only, in order."""
+def attention_blocks(
+    tensors: Mapping[str, TensorInfo], layer: int, config: Config, aliases: Mapping[str, str]
+) -> list[Block]:
+    """The self-attention modules of one layer, outermost only, in order.
+
+    `aliases`: what a tensor or submodule is called in checkpoints, to its name in the module.
+    """
     modules = [match["module"] for name in _markers(tensors) for match in [_MARKER.match(name)] if match is not None]
     outermost = [m for m in dict.fromkeys(modules) if not any(m.startswith(f"{o}.") for o in modules if o != m)]
     blocks = []
     for module in outermost:
         prefix = f"{module}." if module else ""
         inside = {name.removeprefix(prefix): info for name, info in tensors.items() if name.startswith(prefix)}
-        blocks.append(Block(layer, _module_name(inside, prefix), inside, config))
+        renamed = {_in_module(name, aliases): info for name, info in inside.items()}
+        blocks.append(Block(layer, _module_name(inside, prefix), renamed, config))
     return blocks
 
 
@@ -84,6 +91,12 @@ def _concatenated(stacks: Mapping[str, Layers], suffixes: Iterable[str]) -> Laye
 
 def _markers(tensors: Mapping[str, TensorInfo]) -> list[str]:
     return [name for name in tensors if _MARKER.match(name) and not _NOT_SELF_ATTENTION.search(name)]
+
+
+def _in_module(name: str, aliases: Mapping[str, str]) -> str:
+    longest_first = sorted(aliases, key=len, reverse=True)
+    alias = next((alias for alias in longest_first if name == alias or name.startswith(f"{alias}.")), None)
+    return name if alias is None else aliases[alias] + name.removeprefix(alias)
 
 
 def _module_name(inside: Mapping[str, TensorInfo], prefix: str) -> str:

@@ -102,11 +102,10 @@ def latent(block: Block) -> Found | None:
 def _latent_queries(block: Block, heads: int, value_width: int) -> tuple[list[Piece], int]:
     """Query pieces of MLA and the width of a query head."""
     low_rank = with_bias(block, "q_a_proj", "query")
-    if block.config.get("model_type") == "axk2":
-        # Queries and an output gate from one projection, by head; released checkpoints call it q_b_proj.
-        name = "q_gate_proj" if "q_gate_proj.weight" in block.tensors else "q_b_proj"
-        width = block.shape(f"{name}.weight")[0] // heads - value_width
-        return low_rank + with_bias(block, name, "query", interleaved(heads, width + value_width, 0, width)), width
+    if "q_gate_proj.weight" in block.tensors:  # queries and an output gate from one projection, by head
+        width = block.shape("q_gate_proj.weight")[0] // heads - value_width
+        rows = interleaved(heads, width + value_width, 0, width)
+        return low_rank + with_bias(block, "q_gate_proj", "query", rows), width
     name = "q_b_proj" if "q_b_proj.weight" in block.tensors else "q_proj"
     return low_rank + with_bias(block, name, "query"), block.shape(f"{name}.weight")[0] // heads
 

@@ -5,28 +5,15 @@ from __future__ import annotations
 from routeguard.routes.block import Block, Found, Layout, Piece, with_bias
 from routeguard.routes.config import HEAD_DIM, NUM_HEADS, first
 
-# What DeepSeek-V4's released checkpoints call the tensors.
-_V4_NAMES = {
-    "q_a_proj": "wq_a", "q_b_proj": "wq_b", "q_a_norm": "q_norm", "kv_proj": "wkv", "o_a_proj": "wo_a", "o_b_proj": "wo_b",
-    "compressor.kv_proj": "compressor.wkv", "compressor.gate_proj": "compressor.wgate",
-    "compressor.position_bias": "compressor.ape", "compressor.kv_norm": "compressor.norm",
-}  # fmt: skip
-
 
 def compressed(block: Block) -> Found | None:
     """DeepSeek-V4: low-rank queries over keys that are the values; only the query side is pure."""
-
-    def full(name: str) -> str:
-        stem, dot, suffix = name.rpartition(".")
-        renamed = _V4_NAMES.get(stem, stem) + dot + suffix if stem in _V4_NAMES else _V4_NAMES.get(name, name)
-        return name if name in block.tensors else renamed
-
-    if full("q_b_proj.weight") not in block.tensors or full("kv_proj.weight") not in block.tensors:
+    if "q_b_proj.weight" not in block.tensors or "kv_proj.weight" not in block.tensors:
         return None
     heads = int(first(block.config, NUM_HEADS))
-    width = block.shape(full("q_b_proj.weight"))[0] // heads
+    width = block.shape("q_b_proj.weight")[0] // heads
     shared = ("kv_proj.weight", "compressor.kv_proj.weight", "compressor.gate_proj.weight", "compressor.position_bias")
-    wanted = [
+    pieces = [
         Piece("q_a_proj.weight", "query"),
         Piece("q_b_proj.weight", "query"),
         *(Piece(name, "key", shared=True) for name in shared),
@@ -37,12 +24,8 @@ def compressed(block: Block) -> Found | None:
         Piece("kv_norm.weight", "key", "norm", shared=True),
         Piece("compressor.kv_norm.weight", "key", "norm", shared=True),
     ]
-    pieces = [
-        Piece(full(piece.name), piece.role, piece.kind, shared=piece.shared)
-        for piece in wanted
-        if full(piece.name) in block.tensors
-    ]
-    return Found(tuple(pieces), heads, 1, width, qk_norm=True, obstacle="keys are the values, compressed")
+    there = tuple(piece for piece in pieces if piece.name in block.tensors)
+    return Found(there, heads, 1, width, qk_norm=True, obstacle="keys are the values, compressed")
 
 
 def jetmoe(block: Block) -> Found | None:

@@ -40,16 +40,16 @@ def resolve(
     model_type = str(text.get("model_type", ""))
     _refuse_non_decoders(config, text)
     architecture, known = architecture_of(model_type, str(text.get("outer_model_type", "")))
-    stacks = decoder_layers(tensors, architecture.stacks)
     kinds = tuple((architecture.kinds or layer_kinds)(text))
     _refuse_without_full_attention(model_type, kinds)
+    stacks = decoder_layers(tensors, len(kinds), architecture.stacks)
     routes: list[Route] = []
     attention: list[AttentionLayer] = []
     missing: list[int] = []
     for layer, kind in enumerate(kinds):
         if kind not in LONG_RANGE:
             continue
-        blocks = attention_blocks(stacks.get(layer, {}), layer, text)
+        blocks = attention_blocks(stacks.get(layer, {}), layer, text, architecture.aliases)
         read = [(block, found) for block in blocks for found in [_read(block, architecture)] if found is not None]
         if not read:
             missing.append(layer)
@@ -59,7 +59,7 @@ def resolve(
     if missing:
         if not (architecture.tied and routes):
             raise ValueError(_explain_missing(model_type, missing, stacks, known))
-        routes = _share_tied(routes, missing, kinds)
+        routes, attention = _share_tied(routes, attention, missing, kinds)
     if architecture.tied:
         routes = _place_adapters(routes, kinds)
     kept = tuple(
@@ -173,7 +173,9 @@ def _rotary_dim(config: Config, head_dim: int) -> int:
     return min(rotary + rotary % 2, head_dim)  # an odd width is rounded up to whole pairs
 
 
-def _share_tied(routes: list[Route], missing: list[int], kinds: tuple[str, ...]) -> list[Route]:
+def _share_tied(
+    routes: list[Route], attention: list[AttentionLayer], missing: list[int], kinds: tuple[str, ...]
+) -> tuple[list[Route], list[AttentionLayer]]:
     """Give each tied layer to the block that it repeats: blocks recur in order (zamba: one, zamba2: several)."""
     owners = sorted({route.layer for route in routes})
     users = [layer for layer, kind in enumerate(kinds) if kind in LONG_RANGE]
@@ -181,7 +183,8 @@ def _share_tied(routes: list[Route], missing: list[int], kinds: tuple[str, ...])
         owner: tuple(layer for at, layer in enumerate(users) if layer in missing and at % len(owners) == position)
         for position, owner in enumerate(owners)
     }
-    return [_moved(route, route.layer, uses[route.layer]) for route in routes]
+    repeated = [replace(a, layer=layer) for a in attention for layer in (a.layer, *uses[a.layer])]
+    return [_moved(route, route.layer, uses[route.layer]) for route in routes], sorted(repeated, key=lambda a: a.layer)
 
 
 def _place_adapters(routes: list[Route], kinds: tuple[str, ...]) -> list[Route]:

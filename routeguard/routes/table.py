@@ -6,8 +6,8 @@ A model type without a row of its own is read by `DEFAULT`: layer kinds from the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
 from routeguard.routes.collection import Pairing
@@ -74,6 +74,7 @@ class Architecture:
         tied: full layers without tensors of their own use those of an earlier one.
         auxiliary: parameters of the attention module (or modules in it) that shape the logits besides queries and keys:
             learned sinks, relative biases, temperatures. Routes of kind "norm".
+        aliases: what checkpoints call a tensor or submodule of the attention module, to its name in the module.
         stacks: containers of decoder layers, in order, for models with several stacks; () finds the only one.
         obstacle: why the weights' product is not the logit, if the layout does not say it.
         note: one line for the summary and the docs.
@@ -86,6 +87,7 @@ class Architecture:
     pairing: Pairing = "half"
     tied: bool = False
     auxiliary: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
     stacks: tuple[str, ...] = ()
     obstacle: str | None = None
     note: str = ""
@@ -145,9 +147,12 @@ _ROWS: tuple[Architecture, ...] = (
         ("inkling_text", "inkling2_text", "inkling2_loop_text", "inkling_mm_model", "inkling2", "inkling2_loop"),
         layout="convolved_keys",
         position=_never,
-        auxiliary=(
-            "r_proj", "wr_du", "rel_logits_proj", "rel_l2_clip", "relative_position_bias", "sink_proj", "attn_sink_proj",
-        ),
+        auxiliary=("r_proj", "rel_logits_proj", "relative_position_bias", "sink_proj"),
+        aliases={
+            "wq_du": "q_proj.linear", "wk_dv": "k_proj.linear", "wv_dv": "v_proj.linear", "wo_ud": "o_proj.linear",
+            "k_sconv": "k_proj.sconv", "q_l2_clip": "q_proj.norm", "rel_l2_clip": "relative_position_bias.norm",
+            "wr_du": "relative_position_bias.linear", "attn_sink_proj": "sink_proj",
+        },
     ),
     Architecture(
         ("hypenet",), layout="separate", kinds=_hypenet_kinds, position=_never,
@@ -181,6 +186,12 @@ _ROWS: tuple[Architecture, ...] = (
     ),
     Architecture(
         ("deepseek_v4",), layout="compressed", auxiliary=_SINKS,
+        aliases={
+            "wq_a": "q_a_proj", "wq_b": "q_b_proj", "q_norm": "q_a_norm", "wkv": "kv_proj", "norm": "kv_norm",
+            "wo_a": "o_a_proj", "wo_b": "o_b_proj", "compressor.wkv": "compressor.kv_proj",
+            "compressor.wgate": "compressor.gate_proj", "compressor.ape": "compressor.position_bias",
+            "compressor.norm": "compressor.kv_norm",
+        },
         note="keys are the values: only query rows are pure",
     ),
     Architecture(("dory",), layout="separate", auxiliary=("sqk",), obstacle="queries and keys are normalised"),
@@ -189,7 +200,25 @@ _ROWS: tuple[Architecture, ...] = (
         obstacle="queries and keys are normalised",
     ),
     Architecture(("nanochat",), layout="separate", obstacle="queries and keys are normalised"),
-    Architecture(("mistral_large4", "mistral_large4_text"), layout="latent", auxiliary=("softmax_scaling",)),
+    Architecture(
+        ("mistral_large4", "mistral_large4_text"), layout="latent", auxiliary=("softmax_scaling",),
+        aliases={
+            "wq": "q_proj", "wq_a": "q_a_proj", "wq_b": "q_b_proj", "q_a_norm": "q_a_layernorm", "wo": "o_proj",
+            "wkv_a_with_mqa": "kv_a_proj_with_mqa", "wkv_b": "kv_b_proj", "kv_a_norm": "kv_a_layernorm",
+            "ssmax_scaling.s": "softmax_scaling.scale", "ssmax_scaling.b": "softmax_scaling.bias",
+        },
+    ),
+    Architecture(("axk2",), layout="latent", aliases={"q_b_proj": "q_gate_proj"}, note="output gate beside the queries"),
+    Architecture(
+        ("cosmos3_omni", "cosmos3_edge"), layout="separate",
+        aliases={
+            "to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "o_proj", "norm_q": "q_norm", "norm_k": "k_norm",
+        },
+    ),
+    Architecture(
+        ("molmo2", "molmo2_text"), layout="separate_or_fused", aliases={"attn_out": "o_proj"},
+        note="checkpoints fuse the projections",
+    ),
     Architecture(("hy_v4", "hy_v4_vl", "hy_v4_vl_text"), auxiliary=_SINKS),
     # -- plain projections with a learned sink in the softmax ----------------------------------------------------
     Architecture(("gpt_oss", "mimo_v2_flash"), auxiliary=_SINKS),
