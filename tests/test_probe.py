@@ -277,7 +277,7 @@ class HandWritten(nn.Module):
             mixed = torch.einsum("bhts,bshd->bthd", logits.masked_fill(ahead | far, float("-inf")).softmax(-1), v)
         experts = functional.softmax(
             self.router(hidden), dim=-1
-        )  # [1, tokens, 24]: as square as attention over 24 tokens
+        )  # as square as logits over 24 tokens
         return mixed.flatten(-2) * experts.amax(-1, keepdim=True)
 
 
