@@ -275,9 +275,7 @@ class HandWritten(nn.Module):
             ahead = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
             far = torch.ones_like(ahead).tril(-6 if self.kind == "window" else -999)
             mixed = torch.einsum("bhts,bshd->bthd", logits.masked_fill(ahead | far, float("-inf")).softmax(-1), v)
-        experts = functional.softmax(
-            self.router(hidden), dim=-1
-        )  # as square as logits over 24 tokens
+        experts = functional.softmax(self.router(hidden), dim=-1)  # as square as logits over 24 tokens
         return mixed.flatten(-2) * experts.amax(-1, keepdim=True)
 
 
