@@ -58,21 +58,28 @@ class RoutingGroups:
                     "scheduler or callback sets group rates by itself. Use one that scales all groups alike (LambdaLR does)"
                 )
 
-    def reassert(self) -> None:
-        """Write tags and starting rates again, after `load_state_dict` replaced the groups' options."""
+    def reassert(self, scheduler: Any = None) -> None:
+        """Write tags and starting rates again, after `load_state_dict` replaced the groups' and the scheduler's."""
+        base_rates = getattr(scheduler, "base_lrs", None)
         for tagged, sibling in self.pairs:
             group = self.optimizer.param_groups[tagged]
             group[TAG] = self.tag
-            if sibling >= 0:
-                for key in ("lr", "initial_lr"):
-                    if key in self.optimizer.param_groups[sibling]:
-                        group[key] = self.optimizer.param_groups[sibling][key] * self.scale
+            if sibling < 0:
+                continue
+            for key in ("lr", "initial_lr"):
+                if key in self.optimizer.param_groups[sibling]:
+                    group[key] = self.optimizer.param_groups[sibling][key] * self.scale
+            if base_rates is not None:
+                base_rates[tagged] = base_rates[sibling] * self.scale
 
     def arm(self) -> None:
-        """Register the hooks that the row views need; idempotent, and again after `remove` for another `train()`."""
-        if self.views and not self._hooks:
-            for views in self.views:
-                views.arm()
+        """Check before each step, and hand row views their gradients; idempotent, and again after `remove`."""
+        if self._hooks:
+            return
+        self._hooks.append(self.optimizer.register_step_pre_hook(lambda *_: self.check()))
+        for views in self.views:
+            views.arm()
+        if self.views:
             self._hooks.append(self.optimizer.register_step_post_hook(lambda *_: self._after_step()))
 
     def _after_step(self) -> None:
@@ -80,7 +87,7 @@ class RoutingGroups:
             views.after_step()
 
     def remove(self) -> None:
-        """Remove the hooks of the row views. The groups stay."""
+        """Remove every hook. The groups stay."""
         for hook in self._hooks:
             hook.remove()
         for views in self.views:

@@ -31,7 +31,8 @@ REASONS = {
     "bypassed": "the layer's code reads the weight itself, so an adapter has no effect or fails",
     "indexer": "the top-k indexer gets no gradient from the language-model loss",
     "unsupported": "the module's own forward cannot be wrapped by an adapter",
-    "renamed": "for this model type PEFT redirects these names to the experts' 3-D tensors (target_parameters reaches those)",
+    "renamed": "for this model type PEFT redirects these names to the experts' 3-D tensors, which target_parameters "
+    "reaches",
     "head": "output head",
     "outside": "outside the text decoder (vision, audio, projectors)",
     "kinds": "not among the kinds asked for",
@@ -41,13 +42,15 @@ _TOWER = re.compile(
     r"vision|visual|image|img|audio|speech|acoustic|semantic_tok|encoder|projector|aligner|connector|resampler|perceiver"
     r"|merger|qformer|abstractor|cross_?attn_layers|codec|vqmodel"
 )
-_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+_ATTENTION = re.compile(r"(attn|attention)(\.|$)", re.IGNORECASE)
 _FEED_FORWARD = re.compile(
-    r"mlp|feed_?forward|ffn|moe|expert|^ff|^fc|dense_h_to|dense_4h|(up|down|gate|gate_up)_proj|router|^w[123]$|^linear_?[12]$"
+    r"mlp|feed_?forward|ffn|moe|expert|^ff|^fc|dense_h_to|dense_4h|(up|down|gate|gate_up)_proj|router|^w[123]$"
+    r"|^linear_?[12]$|^intermediate$|^output$"
 )
 _CONVOLUTION = ("conv", "short_conv")
-# In a Mamba block the fused kernels take the weights of out_proj and conv1d, and Mamba-1 multiplies by dt_proj's.
-_BYPASSED_IN_SSM = ("out_proj", "conv1d", "dt_proj")
+# Mamba-2's fused kernel takes these weights as arguments; Mamba-1 multiplies by dt_proj's weight itself.
+_BYPASSED_IN_MAMBA2 = ("out_proj", "conv1d")
+_BYPASSED_IN_MAMBA1 = ("dt_proj",)
 _BYPASSED = re.compile(r"\.router\.classifier$")  # longcat multiplies by `classifier.weight`
 # Subclasses of nn.Linear that return tuples (routers) or regroup their input.
 _UNSUPPORTED_CLASS = re.compile(r"Router|Grouped")
@@ -146,7 +149,8 @@ def linear_modules(
             continue
         canonical = canonical_name(name)
         layer, inner = decoder.locate(canonical)
-        kind = _kind(inner, layer, decoder, _is_ssm_or_linear(name, modules))
+        recurrent, bypassed = _recurrent_block(name, modules)
+        kind = _kind(inner, layer, decoder, recurrent)
         weight: Any = base.weight
         rows = routing.get(id(weight), ())
         num_rows = int(getattr(base, "out_features", 0) or base.nf)
@@ -155,7 +159,7 @@ def linear_modules(
             _routing_reason(num_routing_rows, num_rows)
             or ("head" if id(base) in heads else None)
             or (None if decoder.contains(canonical) else "outside")
-            or _unreachable(inner, kind, base)
+            or _unreachable(inner, bypassed, base)
         )
         found.append(LinearModule(name, inner, kind, layer, reason, num_rows, num_routing_rows))
     return tuple(found)
@@ -206,23 +210,31 @@ def _routing_reason(num_routing_rows: int, num_rows: int) -> str | None:
     return "routing" if num_routing_rows == num_rows else "fused"
 
 
-def _unreachable(inner: str, kind: str, base: nn.Module) -> str | None:
+def _unreachable(inner: str, bypassed: Sequence[str], base: nn.Module) -> str | None:
     segments = inner.split(".")
     if "indexer" in segments:
         return "indexer"
-    if (kind == "ssm" and segments[-1] in _BYPASSED_IN_SSM) or _BYPASSED.search(f".{inner}"):
+    if segments[-1] in bypassed or _BYPASSED.search(f".{inner}"):
         return "bypassed"
     return "unsupported" if _UNSUPPORTED_CLASS.search(type(base).__name__) else None
 
 
-def _is_ssm_or_linear(name: str, modules: Mapping[str, nn.Module]) -> str | None:
-    """Mamba blocks own `A_log` and the skip weights `D`; gated linear attention owns `A_log` alone."""
+def _recurrent_block(name: str, modules: Mapping[str, nn.Module]) -> tuple[str | None, tuple[str, ...]]:
+    """Kind of the recurrent block around a module, and the names in it that an adapter cannot serve.
+
+    Mamba owns `A_log` and the skip weights `D` (`A_log` has one number a head in Mamba-2, a matrix in Mamba-1); gated
+    linear attention owns `A_log` alone.
+    """
     while name:
         name = name.rpartition(".")[0]
         owned = modules[name]._parameters
-        if "A_log" in owned:
-            return "ssm" if "D" in owned else "linear"
-    return None
+        decay = owned.get("A_log")
+        if decay is not None and "D" in owned:
+            num_dims = len(getattr(decay, "ds_shape", decay.shape))
+            return "ssm", _BYPASSED_IN_MAMBA2 if num_dims == 1 else _BYPASSED_IN_MAMBA1
+        if decay is not None:
+            return "linear", ()
+    return None, ()
 
 
 def _kind(inner: str, layer: int | None, decoder: Decoder, recurrent: str | None) -> str:
@@ -240,6 +252,7 @@ def _kind(inner: str, layer: int | None, decoder: Decoder, recurrent: str | None
         ("other", lambda: "cross" in inner),
         ("sliding", lambda: layer_kind in ("sliding", "chunked") and bool(_ATTENTION.search(inner))),
         ("linear", lambda: layer_kind == "other" and bool(_ATTENTION.search(inner))),
+        ("full", lambda: long_range and bool(_ATTENTION.search(inner))),
         ("experts", lambda: "experts" in segments),
         ("mlp", lambda: any(_FEED_FORWARD.search(segment) for segment in segments)),
         ("linear", lambda: "mixer" in segments),

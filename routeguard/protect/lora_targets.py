@@ -35,9 +35,9 @@ class LoraTargets:
 
     Attributes:
         target_modules: one regular expression that fully matches the adapted modules' names and no other module's.
-        exclude_modules: likewise for the linear modules left out. `LoraConfig(target_modules="all-linear",
-            exclude_modules=...)` gives the same set; PEFT needs it beside `target_modules` too, because for some model
-            types it reduces the expression to last names ("q_proj").
+        exclude_modules: likewise for the linear modules left out. Give PEFT both: for some mixture-of-experts model
+            types it reduces `target_modules` to last names ("q_proj"), and then only this keeps queries and keys out.
+            With `target_modules="all-linear"` it gives the same set, except for those model types (PEFT adds experts).
         modules: the adapted modules.
         left_out: the linear modules that get none, each with its reason.
         notes: what the adapters can still move, and what they do not reach.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
@@ -24,7 +25,9 @@ from routeguard.protect.optimizers import inner_optimizer
 from routeguard.routes.collection import ROUTING_ROLES, Role, Routes
 from routeguard.routes.find import find_routes
 from routeguard.training.engines import refuse_partial_freeze, refuse_unsupported_engine
+from routeguard.training.run_state import RunState, settings
 from routeguard.training.session import Session
+from routeguard.training.start import refuse_changed_settings
 from routeguard.training.trainer_access import HINT, find_trainer, holds, resumed_folder, run_first
 
 if TYPE_CHECKING:
@@ -159,12 +162,26 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         def create_optimizer(*args: Any, **kwargs: Any) -> Any:
             if trainer.model is not self._guarded:
                 self._protect(trainer.model)
+            self._refuse_changed_resume(trainer)
             optimizer = original(*args, **kwargs)
             self._split(optimizer)
             return optimizer
 
         self._original_create_optimizer = original
         trainer.create_optimizer = create_optimizer
+
+    def _refuse_changed_resume(self, trainer: Any) -> None:
+        """Before the optimizer's state is loaded: loading it into other groups would fail without saying why."""
+        folder = resumed_folder(trainer)
+        if folder is not None and self.reference is None:
+            refuse_changed_settings(self.run_state(), Path(trainer.args.output_dir), Path(folder), insist=self.insist)
+
+    def run_state(self, digest: str = "", origin: str = "", stage: int = 1) -> RunState:
+        """The guard's settings as they are kept on disk, with the start that they protect."""
+        assert self.routes is not None
+        protect = settings(self.protect)
+        assert protect is not None
+        return RunState(protect, settings(self.restore), self.routes.layers, self.roles, self.norms, digest, origin, stage)
 
     def _split(self, optimizer: Any) -> None:
         """Give routing its tagged groups, once for each optimizer."""
@@ -197,6 +214,7 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
             guard=self,
             model=self._guarded,
             optimizer=inner_optimizer(kwargs["optimizer"]),
+            scheduler=kwargs.get("lr_scheduler"),
             frozen=self._frozen,
             groups=self._groups,
             output_dir=args.output_dir,

@@ -22,7 +22,7 @@ from routeguard.restore.in_memory import restore
 from routeguard.restore.reference import Reference, save_reference
 from routeguard.training.log_metrics import LogWrapper
 from routeguard.training.resolution import ResolutionWatch
-from routeguard.training.run_state import DRIFT_FILE, FOLDER, REFERENCE_FILE, RunState, settings, write_atomically, write_state
+from routeguard.training.run_state import DRIFT_FILE, FOLDER, REFERENCE_FILE, write_atomically, write_state
 from routeguard.training.start import find_start
 from routeguard.training.stillness import Stillness
 from routeguard.training.summary import summarise
@@ -42,6 +42,7 @@ class Session:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
+        scheduler: Any,
         frozen: Frozen | None,
         groups: RoutingGroups | None,
         output_dir: str,
@@ -62,13 +63,14 @@ class Session:
         self.log: LogWrapper | None = None
         self.trainer = trainer
         self._step = self._written_step = resumed_step
+        self._last_metrics: dict[str, float] = {}
         held = held_parameters(model, guard.routes)
         _refuse_nan(held)
         start = find_start(
             guard.reference,
             model,
             held,
-            self._state("", "", 1),
+            guard.run_state(),
             guard.protect,
             output_dir=Path(output_dir),
             resumed_from=Path(resumed_from) if resumed_from else None,
@@ -76,10 +78,10 @@ class Session:
             insist=guard.insist,
         )
         self.reference = start.reference
-        self.state = self._state(start.reference.digest, start.reference.origin, start.stage)
+        self.state = guard.run_state(start.reference.digest, start.reference.origin, start.stage)
         starts = {} if isinstance(guard.protect, Freeze) else _on_device(held, start.reference, fresh=resumed_step == 0)
         try:
-            self._start_protection(optimizer, starts)
+            self._start_protection(optimizer, scheduler, starts)
             self.still = Stillness(frozen) if frozen is not None else None
             if not isinstance(guard.protect, Freeze):
                 self.meter = DriftMeter(model, guard.routes, held, starts)
@@ -93,10 +95,8 @@ class Session:
             raise
 
     def after_step(self, step: int) -> None:
-        """Queue this step's drift on the device and check that the protection is still in force."""
+        """Queue this step's drift on the device."""
         self._step = step
-        if self.groups is not None:
-            self.groups.check()
         if self.meter is not None:
             self.meter.measure(step)
             if self.meter.num_pending >= _MAX_PENDING:
@@ -114,7 +114,9 @@ class Session:
             samples = self.meter.read()
         self._write([sample for sample in samples if sample.step > self._written_step])
         self._written_step = self._step
-        return flat_metrics(samples[-1]) if samples else {}
+        if samples:
+            self._last_metrics = flat_metrics(samples[-1])
+        return self._last_metrics
 
     def write_checkpoint_state(self, folder: str) -> None:
         """Leave `routeguard.json` in a checkpoint that the Trainer has just written."""
@@ -145,32 +147,16 @@ class Session:
 
     # -- building --------------------------------------------------------------------------------------------------
 
-    def _start_protection(self, optimizer: torch.optim.Optimizer, starts: dict[str, Tensor]) -> None:
+    def _start_protection(self, optimizer: torch.optim.Optimizer, scheduler: Any, starts: dict[str, Tensor]) -> None:
         if self.frozen is not None:
             self.frozen.attach(optimizer)
         if self.groups is not None:
-            self.groups.reassert()
+            self.groups.reassert(scheduler)
             self.groups.arm()
             self.groups.check()
             if isinstance(self.guard.protect, Anchor):
                 self.pull = AnchorPull(self.groups, starts, self.guard.protect)
             self.watch = ResolutionWatch(self.groups, self.pull)
-
-    def _state(self, digest: str, origin: str, stage: int) -> RunState:
-        guard = self.guard
-        assert guard.routes is not None
-        protect = settings(guard.protect)
-        assert protect is not None
-        return RunState(
-            protect=protect,
-            restore=settings(guard.restore),
-            layers=guard.routes.layers,
-            roles=guard.roles,
-            norms=guard.norms,
-            reference_digest=digest,
-            reference_origin=origin,
-            stage=stage,
-        )
 
     def _summary(self, held: Sequence[Held], optimizer: torch.optim.Optimizer, starts: dict[str, Tensor]) -> str:
         guard = self.guard

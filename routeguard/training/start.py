@@ -80,20 +80,7 @@ def _resumed(
     resumed_from: Path | None,
     insist: bool,
 ) -> Start:
-    folders = [f for f in (resumed_from, output_dir, resumed_from.parent if resumed_from else None) if f is not None]
-    state = next((s for s in map(read_state, folders) if s is not None), None)
-    if state is None:
-        raise ValueError(
-            f"resuming from {resumed_from or output_dir}, which was made without RouteGuard: its queries and keys may have moved from "
-            "their start. Say which start to protect: reference='start' for the weights in the checkpoint, or "
-            "reference=PATH of the original model"
-        )
-    changes = [change for change in state.differences(settings) if not change.startswith("reference_digest")]
-    if changes and not insist:
-        raise ValueError(
-            f"the run is resumed with other settings than it had: {'; '.join(changes)}. Use the earlier ones, or insist=True to go on "
-            "with the new ones"
-        )
+    state = refuse_changed_settings(settings, output_dir, resumed_from, insist=insist)
     if isinstance(protect, Freeze):
         live = _live(model, held)
         if live.digest != state.reference_digest and not insist:
@@ -102,6 +89,7 @@ def _resumed(
                 "changed, or the run was not frozen before. insist=True holds them where they are now"
             )
         return Start(live, state.stage)
+    folders = _folders(output_dir, resumed_from)
     kept = [p for f in folders if (p := f / FOLDER / REFERENCE_FILE).is_file()]
     if not kept:
         raise ValueError(
@@ -115,6 +103,28 @@ def _resumed(
             "insist=True to go on with this file"
         )
     return Start(reference, state.stage)
+
+
+def refuse_changed_settings(settings: RunState, output_dir: Path, resumed_from: Path | None, *, insist: bool) -> RunState:
+    """What the resumed run kept of its settings. Raises ValueError if there is nothing, or (unless insisted on) if they differ."""
+    state = next((s for s in map(read_state, _folders(output_dir, resumed_from)) if s is not None), None)
+    if state is None:
+        raise ValueError(
+            f"resuming from {resumed_from or output_dir}, which was made without RouteGuard: its queries and keys may have moved from "
+            "their start. Say which start to protect: reference='start' for the weights in the checkpoint, or "
+            "reference=PATH of the original model"
+        )
+    changes = [change for change in state.differences(settings) if not change.startswith("reference_digest")]
+    if changes and not insist:
+        raise ValueError(
+            f"the run is resumed with other settings than it had: {'; '.join(changes)}. Use the earlier ones, or insist=True to go on "
+            "with the new ones (another mode than before also needs a checkpoint without optimizer state)"
+        )
+    return state
+
+
+def _folders(output_dir: Path, resumed_from: Path | None) -> list[Path]:
+    return [f for f in (resumed_from, output_dir, resumed_from.parent if resumed_from else None) if f is not None]
 
 
 def _previous_stage(model: nn.Module) -> RunState | None:

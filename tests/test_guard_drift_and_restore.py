@@ -1,0 +1,205 @@
+"""What the guard logs, what it notices, and what it puts back at the end."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from routeguard import Anchor, Interpolate, LowLR, QKPro, QKRestore, RouteGuard, Track, find_routes
+from routeguard.restore.in_memory import restore
+from routeguard.drift.record import read_record
+from tests.loops import assert_moved, assert_same, routed_values, tiny
+from tests.trainers import dataset, make, parameters, run
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Keep(TrainerCallback):
+    """Keeps a copy of the routed rows after every step, to compute drift from by hand."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, dict[str, torch.Tensor]] = {}
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.rows[0] = routed_values(model, find_routes(model))
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.rows[state.global_step] = routed_values(model, find_routes(model))
+
+
+@pytest.mark.parametrize("case", ["lfm2", "qwen3_next", "phi3", "granitemoehybrid"])
+def test_drift_of_every_step_equals_a_plain_computation(case: str, tmp_path: Path) -> None:
+    keep = Keep()
+    trainer = run(tiny(case), tmp_path, RouteGuard("track"), keep, max_steps=5)
+    routes = find_routes(trainer.model)
+    _, samples = read_record(tmp_path / "routeguard" / "drift.jsonl")
+    assert [s.step for s in samples] == [1, 2, 3, 4, 5]
+    for sample in samples:
+        for (layer, role), value in sample.factors.items():
+            changed = start = 0.0
+            for route in routes:
+                if (route.layer, route.role) == (layer, role):
+                    only = routes.select(layers=[layer], roles=[role])
+                    now, then = (
+                        routed_slice(keep.rows[step][route.parameter], routes, only, route) for step in (sample.step, 0)
+                    )
+                    changed += (now.double() - then.double()).square().sum().item()
+                    start += then.double().square().sum().item()
+            assert value == pytest.approx((changed / start) ** 0.5, rel=1e-4)
+    logged = [r for r in trainer.state.log_history if "routeguard/drift_query" in r]
+    assert [r["step"] for r in logged] == [2, 4]
+    assert logged[-1]["routeguard/drift_max"] == pytest.approx(max(samples[3].factors.values()))
+
+
+def routed_slice(merged: torch.Tensor, routes, only, route) -> torch.Tensor:
+    """The rows of one route out of the merged rows that `routed_values` copied."""
+    held = routes.rows_of(route.parameter)
+    if route.rows is None or held == route.rows:
+        return merged
+    index = [row for start, stop in held or ((0, route.shape[0]),) for row in range(start, stop)]
+    wanted = {row for start, stop in route.rows for row in range(start, stop)}
+    return merged[[at for at, row in enumerate(index) if row in wanted]]
+
+
+def test_the_logit_form_is_logged_where_it_exists(tmp_path: Path) -> None:
+    trainer = run(tiny("granitemoehybrid"), tmp_path, RouteGuard("track"))
+    logged = [r for r in trainer.state.log_history if "routeguard/routing_drift" in r]
+    assert [r["step"] for r in logged] == [2, 4]
+    assert 0 < logged[0]["routeguard/routing_drift"] < logged[1]["routeguard/routing_drift_max"]
+    normed = run(tiny("lfm2"), tmp_path / "b", guard := RouteGuard("track"))
+    assert not any("routeguard/routing_drift" in r for r in normed.state.log_history)
+    assert "factors only" in guard.summary and "normalised" in guard.summary
+
+
+def test_drift_reaches_every_reporter(tmp_path: Path) -> None:
+    seen = []
+
+    class Reporter(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append(dict(logs))
+
+    run(tiny(), tmp_path, Reporter(), RouteGuard("track"))
+    assert sum("routeguard/drift_query" in logs for logs in seen) == 2
+
+
+def test_restore_at_the_end_is_what_save_model_sees(tmp_path: Path) -> None:
+    start = tiny()
+    before = routed_values(start, find_routes(start))
+    trainer = run(tiny(), tmp_path, RouteGuard(Track(), QKRestore()), save_strategy="steps", save_steps=4)
+    trainer.save_model(tmp_path / "final")
+    final, last = load_file(tmp_path / "final" / "model.safetensors"), load_file(tmp_path / "checkpoint-4" / "model.safetensors")
+    assert_same(before, {n: final[n] for n in before})
+    assert_moved(before, {n: last[n] for n in before})  # the last checkpoint stays as trained, so that it can be resumed
+    free = run(tiny(), tmp_path / "b")
+    assert_same({n: p for n, p in parameters(free).items() if n not in before}, {n: p for n, p in parameters(trainer).items() if n not in before})
+    assert any("routeguard/drift_before_restore" in r for r in trainer.state.log_history)
+    assert (tmp_path / "routeguard" / "restore.json").is_file()
+
+
+@pytest.mark.parametrize("method", [QKPro(0.1), Interpolate(0.5)], ids=["qk_pro", "interpolate"])
+def test_other_restores_equal_the_plain_function(method, tmp_path: Path) -> None:
+    guarded = run(tiny("granitemoehybrid"), tmp_path / "a", RouteGuard(Track(), method))
+    plain = run(tiny("granitemoehybrid"), tmp_path / "b")
+    restore(plain.model, tiny("granitemoehybrid"), method=method)
+    assert_same(parameters(plain), parameters(guarded))
+
+
+def test_restore_comes_after_the_best_model_is_loaded_and_before_reporters_end(tmp_path: Path) -> None:
+    ended = {}
+
+    class Uploads(TrainerCallback):
+        def on_train_end(self, args, state, control, model=None, **kwargs):
+            ended.update(routed_values(model, find_routes(model)))
+
+    start = routed_values(tiny(), find_routes(tiny()))
+    trainer = make(
+        tiny(),
+        tmp_path,
+        Uploads(),
+        RouteGuard(Track(), QKRestore()),
+        save_strategy="steps",
+        save_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        load_best_model_at_end=True,
+        trainer_options={"eval_dataset": dataset(4)},
+    )
+    trainer.train()
+    assert_same(start, ended)
+    assert_same(start, routed_values(trainer.model, find_routes(trainer.model)))
+
+
+class Writes(TrainerCallback):
+    """Another callback that rewrites weights after the step, as EMA does."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        with torch.no_grad():
+            dict(model.named_parameters())[self.name].add_(1e-3)
+
+
+@pytest.mark.parametrize("case", ["lfm2", "qwen3_next"])
+def test_a_frozen_tensor_that_moves_all_the_same_stops_the_run(case: str, tmp_path: Path) -> None:
+    name = next(r.parameter for r in find_routes(tiny(case)) if r.role == "query")
+    with pytest.raises(RuntimeError, match=r"q_proj.* changed all the same"):
+        run(tiny(case), tmp_path, RouteGuard(), Writes(name))
+
+
+class Unfreezes(TrainerCallback):
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        model.requires_grad_(True)
+
+
+def test_unfreezing_is_noticed(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="trainable again"):
+        run(tiny(), tmp_path, RouteGuard(), Unfreezes())
+
+
+class SetsOneRate(TrainerCallback):
+    def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3
+
+
+def test_a_lost_learning_rate_ratio_is_noticed(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="not at 0.1 x"):
+        run(tiny(), tmp_path, RouteGuard(LowLR(0.1)), SetsOneRate(), lr_scheduler_type="constant")
+
+
+@pytest.mark.parametrize("mode", [LowLR(0.01), Anchor(strength=1e-3)], ids=["low_lr", "anchor"])
+def test_updates_below_bf16_resolution_are_reported(mode, tmp_path: Path) -> None:
+    settings = {"learning_rate": 1e-4, "max_steps": 4}
+    with pytest.warns(UserWarning, match="below the resolution of bfloat16"):
+        run(tiny(dtype=torch.bfloat16), tmp_path / "a", RouteGuard(mode), **settings)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run(tiny(), tmp_path / "b", RouteGuard(mode), **settings)
+        run(tiny(dtype=torch.bfloat16), tmp_path / "c", RouteGuard(LowLR(0.9)), learning_rate=3e-2)
+    assert not any("resolution" in str(w.message) for w in seen)
+
+
+def test_an_exception_in_training_leaves_no_wrapper_for_the_next_run(tmp_path: Path) -> None:
+    class Fails(TrainerCallback):
+        broken = True
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if self.broken and state.global_step == 2:
+                raise KeyboardInterrupt
+
+    fails = Fails()
+    guard = RouteGuard("track")
+    trainer = make(tiny(), tmp_path, guard, fails)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    fails.broken = False
+    trainer.train()
+    assert "log" not in vars(trainer)
+    logged = [r for r in trainer.state.log_history if "routeguard/drift_query" in r]
+    assert [r["step"] for r in logged] == [2, 4]

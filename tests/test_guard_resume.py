@@ -1,0 +1,173 @@
+"""Resuming a guarded run: bit-identical to one that was never interrupted, or refused with a reason."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from routeguard import Anchor, Freeze, LowLR, RouteGuard, Track, find_routes
+from routeguard.drift.record import read_record
+from routeguard.training.run_state import read_state
+from tests.loops import assert_moved, assert_same, routed_values, tiny
+from tests.trainers import make, parameters, run
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+MODES = {"freeze": Freeze(), "low_lr": LowLR(0.1), "anchor": Anchor(20.0), "track": Track()}
+SAVING = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
+
+
+def interrupted(model, output: Path, guard: RouteGuard | None, resumed: RouteGuard | None, *, start=None, **changes):
+    """Four steps, forgotten; then resumed from the checkpoint at step 2 with a fresh model object."""
+    run(model, output, *([guard] if guard else []), **{**SAVING, **changes})
+    fresh = start if start is not None else tiny(model.config.model_type)
+    return run(fresh, output, *([resumed] if resumed else []), resume=str(output / "checkpoint-2"), **{**SAVING, **changes})
+
+
+@pytest.mark.parametrize("case", ["lfm2", "qwen3_5_text"])  # whole tensors; gated rows
+@pytest.mark.parametrize("mode", MODES)
+def test_resume_is_bit_identical(mode: str, case: str, tmp_path: Path) -> None:
+    straight = run(tiny(case), tmp_path / "a", RouteGuard(MODES[mode]), **SAVING)
+    again = interrupted(tiny(case), tmp_path / "b", RouteGuard(MODES[mode]), RouteGuard(MODES[mode]))
+    assert_same(parameters(straight), parameters(again))
+    assert [r["loss"] for r in straight.state.log_history if "loss" in r] == [
+        r["loss"] for r in again.state.log_history if "loss" in r
+    ]
+    series = [read_record(tmp_path / f / "routeguard" / "drift.jsonl")[1] for f in "ab"]
+    assert series[0] == series[1] and [s.step for s in series[0]] == [1, 2, 3, 4]
+
+
+def test_without_the_guard_the_resumed_rows_move(tmp_path: Path) -> None:
+    model = tiny()
+    before = routed_values(model, find_routes(model))
+    again = interrupted(model, tmp_path, None, None)
+    assert_moved(before, routed_values(again.model, find_routes(again.model)))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (Anchor(20.0), Anchor(30.0), "protect: .*20.0.* → .*30.0"),
+        (Anchor(20.0), Track(), "other settings than it had"),
+        (LowLR(0.1), LowLR(0.2), "protect: .*0.1.* → .*0.2"),
+        (Track(), Freeze(), "other settings than it had"),
+        (Freeze(), LowLR(), "other settings than it had"),
+    ],
+)
+def test_changed_settings_are_refused(first, second, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        interrupted(tiny(), tmp_path, RouteGuard(first), RouteGuard(second))
+
+
+def test_insisting_goes_on_with_the_new_strength(tmp_path: Path) -> None:
+    again = interrupted(tiny(), tmp_path, RouteGuard(LowLR(0.1)), RouteGuard(LowLR(0.2), insist=True))
+    rates = [group["lr"] for group in again.optimizer.param_groups if group.get("routeguard")]
+    assert rates and read_state(tmp_path / "checkpoint-4").protect["scale"] == 0.2
+
+
+def test_a_checkpoint_made_without_the_guard_is_refused_unless_its_start_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="made without RouteGuard"):
+        interrupted(tiny(), tmp_path / "a", None, RouteGuard("track"))
+    base = tmp_path / "base"
+    tiny().save_pretrained(base)
+    for reference in ("start", str(base)):
+        again = interrupted(tiny(), tmp_path / "b", None, RouteGuard("track", reference=reference))
+        shutil.rmtree(tmp_path / "b")
+        drift = [r["routeguard/drift_query"] for r in again.state.log_history if "routeguard/drift_query" in r]
+        assert len(drift) == 2
+        (from_start := drift) if reference == "start" else (from_base := drift)
+    assert from_start[-1] < from_base[-1]  # the base start is two steps further away
+
+
+def test_a_missing_or_foreign_sidecar_is_refused(tmp_path: Path) -> None:
+    run(tiny(), tmp_path, RouteGuard("track"), **SAVING)
+    sidecar = tmp_path / "routeguard" / "reference.safetensors"
+    kept = sidecar.read_bytes()
+    sidecar.unlink()
+    with pytest.raises(ValueError, match="start that the resumed run protects is gone"):
+        run(tiny(), tmp_path, RouteGuard("track"), resume=str(tmp_path / "checkpoint-2"), **SAVING)
+    sidecar.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+    with pytest.raises(ValueError, match="digest"):
+        run(tiny(), tmp_path, RouteGuard("track"), resume=str(tmp_path / "checkpoint-2"), **SAVING)
+    shutil.rmtree(tmp_path / "other", ignore_errors=True)
+    run(tiny(seed=1), tmp_path / "other", RouteGuard("track"), **SAVING)
+    shutil.copy(tmp_path / "other" / "routeguard" / "reference.safetensors", sidecar)
+    with pytest.raises(ValueError, match="is not the start that the resumed run protected"):
+        run(tiny(), tmp_path, RouteGuard("track"), resume=str(tmp_path / "checkpoint-2"), **SAVING)
+
+
+def test_a_frozen_checkpoint_whose_rows_were_changed_is_refused(tmp_path: Path) -> None:
+    model = tiny()
+    run(model, tmp_path, RouteGuard(), **SAVING)
+    file = tmp_path / "checkpoint-2" / "model.safetensors"
+    tensors = load_file(file)
+    name = next(r.parameter for r in find_routes(model))
+    tensors[name] = tensors[name] + 1e-3
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="not the start that the run protected"):
+        run(tiny(), tmp_path, RouteGuard(), resume=str(tmp_path / "checkpoint-2"), **SAVING)
+
+
+def test_damaged_state_is_an_error_not_a_fresh_run(tmp_path: Path) -> None:
+    run(tiny(), tmp_path, RouteGuard("track"), **SAVING)
+    (tmp_path / "checkpoint-2" / "routeguard.json").write_text("{")
+    with pytest.raises(ValueError, match="is damaged"):
+        run(tiny(), tmp_path, RouteGuard("track"), resume=str(tmp_path / "checkpoint-2"), **SAVING)
+
+
+def second_stage(first: Path, output: Path, guard: RouteGuard):
+    from transformers import AutoModelForCausalLM
+
+    return run(AutoModelForCausalLM.from_pretrained(first, dtype=torch.float32), output, guard)
+
+
+def test_a_second_stage_must_say_which_start_it_protects(tmp_path: Path) -> None:
+    first = run(tiny(), tmp_path / "sft", RouteGuard("track"))
+    first.save_model()
+    with pytest.raises(ValueError, match="Say which start this stage protects"):
+        second_stage(tmp_path / "sft", tmp_path / "rl", RouteGuard("track"))
+    now = second_stage(tmp_path / "sft", tmp_path / "rl", RouteGuard("track", reference="start"))
+    assert read_state(tmp_path / "rl").stage == 2
+    original = second_stage(tmp_path / "sft", tmp_path / "rl2", RouteGuard("track", reference=str(tmp_path / "sft")))
+    drift = [
+        [r["routeguard/drift_query"] for r in t.state.log_history if "routeguard/drift_query" in r][0] for t in (now, original)
+    ]
+    assert drift[1] > drift[0]
+
+
+def test_a_second_stage_of_a_frozen_run_is_unambiguous(tmp_path: Path) -> None:
+    first = run(tiny(), tmp_path / "sft", RouteGuard())
+    first.save_model()
+    second_stage(tmp_path / "sft", tmp_path / "rl", RouteGuard())
+    states = [read_state(tmp_path / name) for name in ("sft", "rl")]
+    assert [s.stage for s in states] == [1, 2]
+    assert states[0].reference_digest == states[1].reference_digest
+
+
+def test_freeze_refuses_a_reference_that_the_weights_have_left(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="queries and keys differ from the reference"):
+        run(tiny(seed=1), tmp_path, RouteGuard(reference=tiny(seed=0)))
+    run(tiny(), tmp_path, RouteGuard(reference=tiny()))
+
+
+def test_an_earlier_run_in_the_same_folder_is_kept(tmp_path: Path) -> None:
+    run(tiny(seed=1), tmp_path, RouteGuard("track"))
+    first = (tmp_path / "routeguard" / "reference.safetensors").read_bytes()
+    lines = (tmp_path / "routeguard" / "drift.jsonl").read_text()
+    run(tiny(seed=2), tmp_path, RouteGuard("track"))
+    assert (tmp_path / "routeguard" / "reference.1.safetensors").read_bytes() == first
+    assert (tmp_path / "routeguard" / "drift.1.jsonl").read_text() == lines
+    assert json.loads((tmp_path / "routeguard" / "drift.jsonl").read_text().splitlines()[0])["schema_version"] == 1
+
+
+def test_resumed_folder_is_read_off_the_running_call_only(tmp_path: Path) -> None:
+    from routeguard.training.trainer_access import resumed_folder
+
+    trainer = make(tiny(), tmp_path, RouteGuard())
+    resume_from_checkpoint = "not this one"  # a local of a frame that is not the trainer's
+    assert resumed_folder(trainer) is None and resume_from_checkpoint
