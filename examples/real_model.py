@@ -16,10 +16,16 @@ import time
 import warnings
 from pathlib import Path
 
-from real_model_support.needles import measure_recall
+import datasets
+import torch
+import transformers
+from real_model_support.needles import KINDS, measure_recall
 from real_model_support.report import MIN_STEPS, Results, Stage, conclusion, recall_change, stage_table
 from real_model_support.traces import completion_loss, read_traces, split_by_task, to_dataset, token_count
+from real_model_support.training import drift_series, fine_tune, loss_series
 from real_model_support.weights import fetch_wheels, load_model, prepare_start
+
+from routeguard import RouteGuard, restored, verify_checkpoint
 
 PROTECTIONS = ("track", "freeze", "low_lr", "anchor")
 
@@ -46,19 +52,36 @@ class RealModel:
     """The job: its data, its settings and its results file."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from transformers import AutoTokenizer
-
         self.args = args
         names = ("steps", "learning_rate", "max_length", "lengths", "haystacks", "seed")
         self.results = Results(args.output / "results.json", {name: getattr(args, name) for name in names})
         wheels = fetch_wheels(args.cache)
         self.start = prepare_start(args.cache)
-        self.tokenizer = AutoTokenizer.from_pretrained(self.start)
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(self.start)
         training, self.held_out = split_by_task(read_traces(next(wheels.glob("lm_eval-*.whl"))))
         self.training = [trace for trace in training if token_count(trace, self.tokenizer) <= args.max_length]
         too_long, tasks = len(training) - len(self.training), {trace.task for trace in self.held_out}
         print(f"{len(self.training)} training traces ({too_long} over {args.max_length} tokens left out)")
         print(f"{len(self.held_out)} held-out traces, of {len(tasks)} other tasks")
+
+    def print_estimate(self) -> None:
+        """Time one forward pass of 512 tokens and print what the whole job should take at that speed."""
+        model = load_model(self.start).eval()
+        with torch.no_grad():
+            for _ in range(2):  # the first pass also pays for reading the weights
+                started = time.monotonic()
+                model(input_ids=torch.full((1, 512), 1000), logits_to_keep=1)
+                forward = time.monotonic() - started
+        contexts = len(KINDS) * self.args.haystacks
+        evaluation = forward * (contexts * sum(length / 512 + 0.5 for length in self.args.lengths) + 30)
+        training = forward * 3.5 * self.args.steps
+        evaluations = 1 + sum(1 if protect == "freeze" else 2 for protect in self.args.protect)
+        total = evaluations * evaluation + len(self.args.protect) * training
+        print(
+            f"estimate with {torch.get_num_threads()} threads at the speed of now: {evaluation / 60:.0f} min for each of "
+            f"{evaluations} evaluations, {training / 60:.0f} min for each training run, {total / 60:.0f} min in all",
+            flush=True,
+        )
 
     def measure(self, name: str, model) -> Stage:
         """Measure held-out loss and recall of `model`, store them and print them."""
@@ -78,8 +101,6 @@ class RealModel:
 
     def run(self, protect: str) -> list[Stage]:
         """Fine-tune under one protection and measure: after, and restored too where routing was free to move."""
-        from routeguard import restored
-
         names = [f"{protect}"] + ([] if protect == "freeze" else [f"{protect}, restored"])
         folder = self.args.output / protect / "model"
         if not self.results.data["runs"].get(protect, {}).get("saved"):
@@ -95,10 +116,6 @@ class RealModel:
 
     def train(self, protect: str, folder: Path) -> None:
         """Fine-tune, save, reload, and check that the saved model is the trained one and what its routing rows hold."""
-        import torch
-        from real_model_support.training import drift_series, fine_tune, loss_series
-
-        from routeguard import RouteGuard, verify_checkpoint
 
         print(f"\n== {self.args.steps} steps of CoT-SFT with RouteGuard(protect={protect!r}) ==", flush=True)
         started = time.monotonic()
@@ -134,8 +151,11 @@ class RealModel:
 def main() -> None:
     args = parse_arguments()
     warnings.filterwarnings("ignore", category=FutureWarning)
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
     started = time.monotonic()
     job = RealModel(args)
+    job.print_estimate()
     stages = [job.before()]
     for protect in args.protect:
         stages += job.run(protect)
