@@ -20,10 +20,21 @@ from tests.tuned import assert_same, route_values, start_and_tuned, tune, values
 from tests.zoo.build import build, example_inputs
 
 FAMILIES = [
-    "lfm2", "qwen3_next", "phi3", "gpt2", "deepseek_v3", "zamba", "zamba2", "gemma3", "falcon", "falcon/groups", "llama",
-    "codegen", "jetmoe", "kimi_linear",
+    "lfm2", "qwen3_next", "phi3", "gpt2", "deepseek_v3", "zamba", "zamba2", "gemma3", "falcon", "falcon/groups",
+    "llama", "codegen", "jetmoe", "kimi_linear",
 ]  # fmt: skip
-WITH_A_PRODUCT = ["llama", "phi3", "gpt2", "falcon", "falcon/groups", "codegen", "qwen3_next", "lfm2", "gemma3", "zamba"]
+WITH_A_PRODUCT = [
+    "llama",
+    "phi3",
+    "gpt2",
+    "falcon",
+    "falcon/groups",
+    "codegen",
+    "qwen3_next",
+    "lfm2",
+    "gemma3",
+    "zamba",
+]
 
 pytestmark = pytest.mark.filterwarnings("ignore:all .* layers of:UserWarning")
 
@@ -234,7 +245,7 @@ def test_qk_pro_says_so_where_queries_and_keys_are_normalised() -> None:
         ("deepseek_v3", "keys come from a latent \\(MLA\\)"),
         ("zamba2", "adapters add to the projections"),
         ("jetmoe", "queries come from routed experts"),
-        ("zaya", "a convolution mixes queries and keys"),
+        ("zaya", "mixed by a convolution"),
         ("gemma3n_text", "no weight of its own"),
     ],
 )
@@ -277,10 +288,10 @@ def test_weights_that_are_not_finite_are_refused(value: float) -> None:
     bad = copy.deepcopy(start)
     with torch.no_grad():
         bad.model.layers[5].self_attn.k_proj.weight[0, 0] = value
-    with pytest.raises(ValueError, match="NaN or infinite routing weights: .*layers.5.*k_proj.weight in the reference"):
+    with pytest.raises(ValueError, match=r"NaN or infinite routing weights: .*layers.5.*k_proj.weight in the reference"):
         restore(model, bad)
     assert_same(model, tuned)
-    with pytest.raises(ValueError, match="NaN or infinite routing weights: .*layers.5.*k_proj.weight in the model"):
+    with pytest.raises(ValueError, match=r"NaN or infinite routing weights: .*layers.5.*k_proj.weight in the model"):
         restore(bad, start)
     restore(bad, bad.state_dict() | start.state_dict(), layers=[2])  # the bad layer is not asked for
 

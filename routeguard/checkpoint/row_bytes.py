@@ -80,8 +80,11 @@ def row_chunks(
                 piece = stream.read(min(length, size - len(pending)))
                 if not piece:
                     raise ValueError(f"{tensor.file} ends inside {tensor.name}; the file is cut short")
-                pending += piece
                 length -= len(piece)
+                if len(piece) == size:  # nothing pending: pass it on without a copy
+                    yield piece
+                    continue
+                pending += piece
                 if len(pending) == size:
                     yield bytes(pending)
                     pending.clear()

@@ -53,7 +53,7 @@ def qk_pro_values(
     for layer in dict.fromkeys(route.layer for route in routes):
         geometry = routes.geometry(layer)
         _refuse_undefined(geometry)
-        if geometry.qk_norm:
+        if geometry.product_obstacle == _NORMALISED:
             notes.append(layer)
         query = _gather_names([r for r in routes if r.layer == layer and r.role == "query"], geometry)
         key = _gather_names([r for r in routes if r.layer == layer and r.role == "key"], geometry)
