@@ -42,6 +42,12 @@ def stored_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     return stored_tensors(safetensors_files(folder))
 
 
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds a PEFT adapter and no whole model."""
+    whole = ("model.safetensors", "model.safetensors.index.json")
+    return (folder / "adapter_config.json").is_file() and not any((folder / name).is_file() for name in whole)
+
+
 def adapter_file(folder: Path) -> Path:
     """The weights of a PEFT adapter folder. Raises ValueError if they are absent or pickled."""
     file = folder / "adapter_model.safetensors"

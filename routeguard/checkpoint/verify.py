@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from routeguard.checkpoint.compare import Slice, num_differing, why_not_comparable
-from routeguard.checkpoint.row_bytes import StoredTensor, stored_checkpoint
+from routeguard.checkpoint.row_bytes import StoredTensor, is_adapter, stored_checkpoint
 from routeguard.checkpoint.start import Start, open_start, with_places
 from routeguard.routes.collection import ROLES, ROUTING_ROLES, Role, Route, Routes
 from routeguard.routes.find import find_routes
@@ -118,7 +118,7 @@ def verify_checkpoint(
     folder, start = Path(folder), open_start(Path(against))
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder with a checkpoint or an adapter")
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+    if is_adapter(folder):
         from routeguard.checkpoint.verify_adapter import check_adapter
 
         checks, notes = check_adapter(folder, start, layers=layers, roles=roles, norms=norms)

@@ -142,7 +142,7 @@ def _plan(
     per_layer = _per_layer(model, routes, changes, movable, reference)
     if changes and not any(layer.changed_bytes for layer in per_layer):
         notes.append("nothing had moved: every row already equals what was written")
-    return changes, RestoreReport(_describe(mode), reference.origin, per_layer, tuple(notes))
+    return changes, RestoreReport(_describe(mode, routes), reference.origin, per_layer, tuple(notes))
 
 
 def _refuse_other_roles(routes: Routes) -> None:
@@ -257,7 +257,10 @@ def _changed_bytes(change: _Change) -> int:
     return int((now != change.values.to(now.device)).sum()) * now.element_size()
 
 
-def _describe(mode: Restoration) -> str:
+def _describe(mode: Restoration, routes: Routes) -> str:
+    roles = tuple(dict.fromkeys(route.role for route in routes))
+    which = "" if set(roles) == set(ROUTING_ROLES) else f" of {', '.join(roles)} only"
     if isinstance(mode, QKPro):
         return f"QK-Pro (ridge {mode.ridge:g})"
-    return f"interpolation (alpha {mode.alpha:g})" if isinstance(mode, Interpolate) else "QK-Restore"
+    name = f"interpolation (alpha {mode.alpha:g})" if isinstance(mode, Interpolate) else "QK-Restore"
+    return name + which

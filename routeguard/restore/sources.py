@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from routeguard.checkpoint.row_bytes import StoredTensor, adapter_file, read_rows, stored_checkpoint, stored_tensors
+from routeguard.checkpoint.row_bytes import (
+    StoredTensor,
+    adapter_file,
+    is_adapter,
+    read_rows,
+    stored_checkpoint,
+    stored_tensors,
+)
 from routeguard.checkpoint.sidecar import sidecar_in
 from routeguard.protect.rows import take_rows
 from routeguard.restore.meaning import meaning_of, meaning_of_config
@@ -38,7 +45,7 @@ class Source:
     Attributes:
         origin: text for people.
         shapes: canonical name to shape of every tensor that can be read.
-        read: `(canonical name, rows, dim)` to the rows, concatenated along `dim`, on the CPU.
+        read: `(canonical name, rows, dim)` to the rows, concatenated along `dim`, copied to the CPU.
         routes: the source's own routes of every role and kind, with canonical names; read only when names do not match.
         meaning: facts of `restore.meaning`, empty if unknown.
         notes: for the report.
@@ -98,7 +105,7 @@ def _from_module(module: nn.Module) -> Source:
 
     def read(name: str, rows: Rows | None, dim: int) -> Tensor:
         refuse_without_local_values(name, parameters[name])
-        return take_rows(parameters[name].detach(), rows, dim).cpu()
+        return take_rows(parameters[name].detach(), rows, dim).to("cpu", copy=True)
 
     return Source(
         origin=f"a {type(module).__name__} in memory",
@@ -123,7 +130,7 @@ def _from_state_dict(state: Mapping[str, Tensor], model: nn.Module) -> Source:
 
     def read(name: str, rows: Rows | None, dim: int) -> Tensor:
         refuse_without_local_values(name, tensors[name])
-        return take_rows(tensors[name].detach(), rows, dim).cpu()
+        return take_rows(tensors[name].detach(), rows, dim).to("cpu", copy=True)
 
     return Source("a state dict", shapes, read, lambda: _routes_under(model, shapes))
 
@@ -135,7 +142,7 @@ def _from_path(path: Path, model: nn.Module) -> Source:
     if sidecar is not None:
         return _from_reference(load_reference(sidecar))
     if path.is_dir():
-        if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        if is_adapter(path):
             return _from_files(path, stored_tensors([adapter_file(path)]), model)
         return _from_checkpoint(path)
     if path.suffix != ".safetensors":
