@@ -57,7 +57,7 @@ def gauge(
 def gauged(
     parameters: dict[str, nn.Parameter], routes: Routes, layer: AttentionLayer, **geometry: Any
 ) -> Iterator[None]:
-    """Queries and keys of one attention module changed by a random gauge for each key-value group, put back at the end."""
+    """Change queries and keys of one attention module by a random gauge for each key-value group, then put them back."""
     generator = torch.Generator().manual_seed(0)
     groups = layer.num_key_value_heads
     pairs = [gauge(layer, generator, **geometry) for _ in range(groups)]

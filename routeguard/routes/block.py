@@ -1,4 +1,4 @@
-"""What a layout reads (the tensors of one attention module) and gives back, and the row arithmetic that layouts share."""
+"""What a layout reads (the tensors of one attention module) and gives back, and the row arithmetic they share."""
 
 from __future__ import annotations
 

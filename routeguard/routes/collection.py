@@ -168,10 +168,12 @@ class Routes(Sequence[Route]):
         raise ValueError(f"layer {layer} is not a covered full-attention layer; covered: {known}")
 
     def geometry_of(self, route: Route) -> AttentionLayer:
-        """The geometry of the attention module that holds `route` (a layer may hold two). Raises ValueError if unknown."""
+        """The geometry of the attention module that holds `route` (a layer may hold two); ValueError if unknown."""
         inside = [a for a in self.attention if route.parameter.startswith(f"{a.module}.") or not a.module]
         if not inside:
-            raise ValueError(f"{route.parameter!r} is in no covered attention module: {[a.module for a in self.attention]}")
+            raise ValueError(
+                f"{route.parameter!r} is in no covered attention module: {[a.module for a in self.attention]}"
+            )
         return max(inside, key=lambda attention: (len(attention.module), attention.layer == route.layer))
 
     def rows_of(self, parameter: str) -> Rows | None:

@@ -7,8 +7,25 @@ from typing import Any
 
 Config = Mapping[str, Any]
 
-_DECODER_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config", "language_model", "decoder", "global_config")
-_SECTION_IDENTITY = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "hidden_size", "n_embd", "d_model", "embed_dim")
+_DECODER_SECTIONS = (
+    "text_config",
+    "llm_config",
+    "language_config",
+    "thinker_config",
+    "language_model",
+    "decoder",
+    "global_config",
+)
+_SECTION_IDENTITY = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "hidden_size",
+    "n_embd",
+    "d_model",
+    "embed_dim",
+)
 
 # One line for each quantity: the spellings that configs use, most common first.
 NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "layers")

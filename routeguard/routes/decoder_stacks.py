@@ -11,7 +11,9 @@ from routeguard.routes.config import Config
 Layers = dict[int, dict[str, TensorInfo]]  # layer index to {name inside the layer: tensor}
 
 # A decoder layer inside a name: outermost container ("layers" or a synonym), index, rest.
-_LAYER = re.compile(r"^(?P<stack>(?:.*?\.)?(?:layers|h|blocks|block|layer|decoder_layers))\.(?P<index>\d+)\.(?P<rest>.+)$")
+_LAYER = re.compile(
+    r"^(?P<stack>(?:.*?\.)?(?:layers|h|blocks|block|layer|decoder_layers))\.(?P<index>\d+)\.(?P<rest>.+)$"
+)
 _NOT_THE_DECODER = re.compile(
     r"(^|[._])(vision|visual|vit|audio|image|img|speech|talker|code2wav|code_predictor|connector|qformer|perceiver|resampler|"
     r"aligner|projector|mtp|sam|vqmodel|codec|depth_decoder|token2wav|tower|nextn|eagle|draft|assistant|embedder|patcher|"
@@ -24,7 +26,8 @@ _NOT_SELF_ATTENTION = re.compile(
 )
 _MARKERS = (
     "q_proj", "q_proj.linear", "qkv_proj.q_proj", "wq_du", "to_q", "Wq", "wq", "query", "attention.query", "project_q",
-    "q_b_proj", "q_gate_proj", "wq_b", "qkv_proj", "Wqkv", "query_key_value", "c_attn", "att_proj", "gqkv_proj", "kv_proj",
+    "q_b_proj", "q_gate_proj", "wq_b", "qkv_proj", "Wqkv", "query_key_value", "c_attn", "att_proj", "gqkv_proj",
+    "kv_proj",
 )  # fmt: skip
 _MARKER = re.compile(rf"^(?P<module>.*?)\.?(?<![\w])(?:{'|'.join(re.escape(m) for m in _MARKERS)})\.weight$")
 
@@ -49,9 +52,9 @@ def decoder_layers(tensors: Mapping[str, TensorInfo], num_layers: int, stack_suf
         return _concatenated(stacks, stack_suffixes)
     candidates = {stack: layers for stack, layers in stacks.items() if not _NOT_THE_DECODER.search(stack)} or stacks
     attending = {stack: layers for stack, layers in candidates.items() if any(map(_markers, layers.values()))}
-    for enough in (lambda n: n >= num_layers, lambda n: n == num_layers):
+    for enough in (int.__ge__, int.__eq__):
         if len(attending) > 1:
-            attending = {stack: layers for stack, layers in attending.items() if enough(len(layers))} or attending
+            attending = {s: layers for s, layers in attending.items() if enough(len(layers), num_layers)} or attending
     if len(attending) > 1:
         raise ValueError(
             f"several stacks of layers could be the text decoder: {sorted(attending)}; register a row that names "

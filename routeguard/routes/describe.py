@@ -38,7 +38,7 @@ def format_bytes(count: int) -> str:
 
 
 def format_rows(route: Route) -> str:
-    """"all 64 rows", "rows 0-15, 32-47 (32 of 64)"."""
+    """ "all 64 rows", "rows 0-15, 32-47 (32 of 64)"."""
     total = route.shape[route.dim]
     what = "rows" if route.dim == 0 else "columns" if len(route.shape) == 2 else f"rows of dim {route.dim}"
     if route.rows is None:
@@ -50,7 +50,9 @@ def format_rows(route: Route) -> str:
 
 def _describe(route: Route) -> str:
     marks = [mark for mark, on in (("shared with values", route.shared), ("sparse", route.sparse)) if on]
-    return f"{route.role:6} {route.kind:6} {route.parameter}: {format_rows(route)}" + (f" [{', '.join(marks)}]" if marks else "")
+    return f"{route.role:6} {route.kind:6} {route.parameter}: {format_rows(route)}" + (
+        f" [{', '.join(marks)}]" if marks else ""
+    )
 
 
 def _heads(geometry: object) -> str:
@@ -59,4 +61,5 @@ def _heads(geometry: object) -> str:
     assert isinstance(geometry, AttentionLayer)
     rotary = f"rotary {geometry.rotary_dim} {geometry.rotary_pairing}" if geometry.rotary_dim else "no rotary"
     norm = ", QK-norm" if geometry.qk_norm else ""
-    return f"{geometry.num_heads} query heads, {geometry.num_key_value_heads} key heads, width {geometry.head_dim}, {rotary}{norm}"
+    heads = f"{geometry.num_heads} query heads, {geometry.num_key_value_heads} key heads"
+    return f"{heads}, width {geometry.head_dim}, {rotary}{norm}"

@@ -21,9 +21,8 @@ def model_config(model: nn.Module) -> dict[str, Any]:
 
     Raises ValueError when no module carries a config.
     """
-    config = next(
-        (module.config for module in _unwrapped(model) if hasattr(getattr(module, "config", None), "to_dict")), None
-    )
+    configs: list[Any] = [getattr(module, "config", None) for module in _unwrapped(model)]
+    config = next((config for config in configs if hasattr(config, "to_dict")), None)
     if config is None:
         raise ValueError(
             f"{type(model).__name__} has no Hugging Face config, so its layers cannot be told apart; "
@@ -31,7 +30,7 @@ def model_config(model: nn.Module) -> dict[str, Any]:
         )
     data: dict[str, Any] = config.to_dict()
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    section = text.to_dict()
+    section: dict[str, Any] = text.to_dict()
     for key in ("layer_types", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"):
         value = _safe_getattr(text, key)
         if value is not None:

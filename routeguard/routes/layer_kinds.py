@@ -1,7 +1,7 @@
 """Which decoder layers attend to the whole context, read from the config alone.
 
-Every layer gets one kind: "full", "sparse" (global, but only to what a top-k indexer or a compression keeps), "sliding",
-"chunked", or "other" (linear attention, SSM, convolution, cross-attention, feed-forward only).
+Every layer gets one kind: "full", "sparse" (global, but only to what a top-k indexer or a compression keeps),
+"sliding", "chunked", or "other" (linear attention, SSM, convolution, cross-attention, feed-forward only).
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from routeguard.routes.config import NUM_LAYERS, Config, first
-from routeguard.routes.layer_patterns import LABEL_FIXES, PATTERNS, window_on_all
+from routeguard.routes.layer_patterns import LABEL_FIXES, PATTERNS
+from routeguard.routes.windows import window_on_all
 
 LONG_RANGE = ("full", "sparse")
 
@@ -53,7 +54,7 @@ def layer_kinds(config: Config) -> tuple[str, ...]:
     model_type = str(config.get("model_type", ""))
     labels = _explicit_labels(config)
     if labels is not None:
-        fixed = LABEL_FIXES.get(model_type, lambda _, given: given)(config, labels)
+        fixed = LABEL_FIXES[model_type](config, labels) if model_type in LABEL_FIXES else labels
         _check_count(config, labels, fixed)
         labels = fixed
         kinds: Sequence[str] = [_kind(label) for label in labels]
@@ -143,9 +144,9 @@ def _refuse_unread_windows(config: Config, model_type: str) -> None:
     if found:
         stated = ", ".join(f"{key}={value!r}" for key, value in found.items())
         raise ValueError(
-            f"the config of model type {model_type!r} has no layer_types, and {stated} may narrow some of its layers in a "
-            "way that this version does not know; save the model once with transformers 5 (it writes layer_types), or "
-            "register a row with `kinds` (routeguard.register_architecture)"
+            f"the config of model type {model_type!r} has no layer_types, and {stated} may narrow some "
+            "layers in a way that this version does not know; save the model once with transformers 5 (it writes "
+            "layer_types), or register a row with `kinds` (routeguard.register_architecture)"
         )
 
 

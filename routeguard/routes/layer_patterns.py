@@ -18,7 +18,9 @@ LabelFix = Callable[[Config, list[str]], list[str]]
 def _layers(config: Config) -> range:
     count = first(config, NUM_LAYERS)
     if not isinstance(count, int) or count < 1:
-        raise ValueError(f"the config of {config.get('model_type')!r} names no number of layers ({', '.join(NUM_LAYERS)})")
+        raise ValueError(
+            f"the config of {config.get('model_type')!r} names no number of layers ({', '.join(NUM_LAYERS)})"
+        )
     return range(count)
 
 
@@ -27,7 +29,7 @@ def _all(kind: str) -> Pattern:
 
 
 def _every(default: int, rest: str, *, key: str = "", kind: str = "full", last: bool = False) -> Pattern:
-    """Layers `i` with `(i + 1) % period == 0` (and the last one, if `last`) are `kind`; the config's `key` sets the period."""
+    """Layers with `(i + 1) % period == 0` (and the last, if `last`) are `kind`; the config's `key` sets the period."""
 
     def pattern(config: Config) -> list[str]:
         period = _period(config.get(key) if key else None, default)
@@ -79,13 +81,16 @@ def _exaone4(config: Config) -> Sequence[str]:
 
 def _cohere2_moe(config: Config) -> list[str]:
     num_dense = int(config.get("first_k_dense_replace") or 0)
-    dense, rest = int(config.get("prefix_dense_sliding_window_pattern", 1)), int(config.get("sliding_window_pattern", 4))
+    dense, rest = (
+        int(config.get("prefix_dense_sliding_window_pattern", 1)),
+        int(config.get("sliding_window_pattern", 4)),
+    )
     steps = [(i + 1, dense) if i < num_dense else (i - num_dense + 1, rest) for i in _layers(config)]
     return ["sliding" if position % period else "full" for position, period in steps]
 
 
 def rotates(config: Config, layer: int) -> bool:
-    """`no_rope_layers[i]` is 1 where layer i does rotate; by default all but every `no_rope_layer_interval`-th (4) do."""
+    """`no_rope_layers[i]` is 1 where layer i does rotate; by default all but every 4th (`no_rope_layer_interval`)."""
     listed = config.get("no_rope_layers")
     return bool(listed[layer]) if listed else (layer + 1) % int(config.get("no_rope_layer_interval") or 4) != 0
 
@@ -119,7 +124,9 @@ def _zamba(config: Config) -> list[str]:
 def _zamba2(config: Config) -> list[str]:
     kinds = ["other", *(["other"] * 5 + ["full"]) * 7, *["other"] * 4, "full", *["other"] * 3, "full", *["other"] * 2]
     if len(kinds) != len(_layers(config)):
-        raise ValueError(f"zamba2's built-in layout has {len(kinds)} layers, the config {len(_layers(config))}: list layers_block_type")
+        raise ValueError(
+            f"zamba2's built-in layout has {len(kinds)} layers, not {len(_layers(config))}; list layers_block_type"
+        )
     return kinds
 
 
@@ -186,7 +193,9 @@ PATTERNS: dict[str, Pattern] = {
     **dict.fromkeys(("gemma2", "vaultgemma", "gpt_oss"), _every(2, "sliding")),
     **dict.fromkeys(("gemma3", "gemma3_text"), _every(6, "sliding", key="sliding_window_pattern")),
     "gemma3n_text": _every(5, "sliding"),
-    **dict.fromkeys(("gemma4_text", "gemma4_unified_text", "diffusion_gemma_text", "beam"), _every(6, "sliding", last=True)),
+    **dict.fromkeys(
+        ("gemma4_text", "gemma4_unified_text", "diffusion_gemma_text", "beam"), _every(6, "sliding", last=True)
+    ),
     "embedding_gemma2_text": _every(6, "sliding", key="sliding_window_pattern", last=True),
     "cohere2": _every(4, "sliding", key="sliding_window_pattern"),
     "cohere2_moe": _cohere2_moe,
@@ -210,8 +219,13 @@ PATTERNS: dict[str, Pattern] = {
     "qwen2_moe": _qwen2_moe,
     "smollm3": _smollm3,
     **dict.fromkeys(("llama4", "llama4_text"), _llama4),
-    **dict.fromkeys(("mellum", "laguna", "zaya", "step3p5", "cohere_compass_text", "falcon_h1", "unlimited_ocr_text", "moshi",
-         "kyutai_speech_to_text"), _all("full")),
+    **dict.fromkeys(
+        (
+            "mellum", "laguna", "zaya", "step3p5", "cohere_compass_text", "falcon_h1", "unlimited_ocr_text", "moshi",
+            "kyutai_speech_to_text",
+        ),
+        _all("full"),
+    ),
     "gpt_neo": lambda config: ["sliding" if i % 2 else "full" for i in _layers(config)],
     "muse_glimmer_assistant": _all("sliding"),
     # sparse layers
@@ -251,7 +265,9 @@ def _indexed(config: Config, labels: list[str]) -> list[str]:
 def _dsa_switch(config: Config, labels: list[str]) -> list[str]:
     if config.get("use_dsa") is None:
         return labels
-    full, other = ("indexed_attention", "full_attention") if config["use_dsa"] else ("full_attention", "indexed_attention")
+    full, other = (
+        ("indexed_attention", "full_attention") if config["use_dsa"] else ("full_attention", "indexed_attention")
+    )
     return [full if label == other else label for label in labels]
 
 
@@ -271,31 +287,3 @@ LABEL_FIXES: dict[str, LabelFix] = {
     "dots3_note_text": _dsa_switch,
     **dict.fromkeys(("step3p5", "deepseek_v4"), _trimmed),
 }
-
-# A set `sliding_window` narrows every softmax layer of these (read off the modelling code): the window that the
-# config class assumes when the key is absent, and whether `use_sliding_window` has to be on as well.
-_WINDOW_ON_ALL: dict[str, tuple[int | None, bool]] = {
-    "mistral": (4096, False),
-    "voxtral_realtime_text": (4096, False),
-    "qwen3_moe": (4096, True),
-    **dict.fromkeys(
-        ("ministral3", "mixtral", "phi3", "phimoe", "starcoder2", "minimax", "phi4_multimodal", "doge"), (None, False)
-    ),
-}
-_LISTED_ANYWAY = ("minimax",)  # the window narrows layers that are labelled full
-
-
-def window_on_all(config: Config, *, listed: bool) -> bool | None:
-    """Whether one window narrows every softmax layer; None for model types of which this is not known.
-
-    A window that is as long as the longest context narrows nothing. `listed`: the config labels its layers.
-    """
-    model_type = str(config.get("model_type", ""))
-    if model_type not in _WINDOW_ON_ALL:
-        return None
-    default, needs_flag = _WINDOW_ON_ALL[model_type]
-    window = config.get("sliding_window", default)
-    if not window or (needs_flag and not config.get("use_sliding_window")) or (listed and model_type not in _LISTED_ANYWAY):
-        return False
-    context = config.get("max_position_embeddings")
-    return not (isinstance(context, int) and window >= context)

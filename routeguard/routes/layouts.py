@@ -39,7 +39,14 @@ from routeguard.routes.layouts_fused import (
     gated_fused,
     gpt_bigcode,
 )
-from routeguard.routes.layouts_odd import compressed, convolved_keys, jetmoe, masked_by_values, mixed_qk, shared_block_adapters
+from routeguard.routes.layouts_odd import (
+    compressed,
+    convolved_keys,
+    jetmoe,
+    masked_by_values,
+    mixed_qk,
+    shared_block_adapters,
+)
 
 __all__ = ["LAYOUTS", "Block", "Found", "Layout", "Piece", "TensorInfo", "complement", "interleaved"]
 

@@ -52,7 +52,9 @@ def masked_by_values(block: Block, base: Layout) -> Found | None:
     found = base(block)
     if found is None:
         return None
-    return found.extended([Piece(piece.name, "key", "norm", shared=True) for piece in with_bias(block, "v_proj", "key")])
+    return found.extended(
+        [Piece(piece.name, "key", "norm", shared=True) for piece in with_bias(block, "v_proj", "key")]
+    )
 
 
 def mixed_qk(block: Block, base: Layout) -> Found | None:
@@ -101,5 +103,3 @@ def shared_block_adapters(block: Block, base: Layout) -> Found | None:
         if name.startswith(("linear_q_adapter_list.", "linear_k_adapter_list."))
     ]
     return found.extended(extra, obstacle="adapters add to the projections" if extra else None)
-
-

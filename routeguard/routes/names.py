@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 
-# Prefixes of whole-model wrappers (DDP, torch.compile, PEFT) and infixes of per-module ones (checkpointing, FSDP1, PEFT).
+# Prefixes of whole-model wrappers (DDP, torch.compile, PEFT), infixes of per-module ones (checkpointing, FSDP1, PEFT).
 _PREFIX = re.compile(r"^(?:module\.|_orig_mod\.|base_model\.model\.(?=.))+")
 _INFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "base_layer.", "original_module.")
 _MODULES_TO_SAVE = re.compile(r"modules_to_save\.[^.]+\.")
 
 
 def canonical_name(name: str) -> str:
-    """`base_model.model.model.layers.3.self_attn.q_proj.base_layer.weight` → `model.layers.3.self_attn.q_proj.weight`."""
+    """`base_model.model.layers.3.self_attn.q_proj.base_layer.weight` → `layers.3.self_attn.q_proj.weight`."""
     name = _PREFIX.sub("", name)
     for infix in _INFIXES:
         name = name.replace(infix, "")

@@ -27,7 +27,9 @@ def notes_on(
         notes.append(f"rows that also feed the values are not covered: {', '.join(shared)} (ask with shared=True)")
     norms = sorted({_short(route) for route in left if route.kind == "norm"})
     if norms:
-        notes.append(f"norms and other vectors that shape the logits are not covered: {', '.join(norms)} (ask with norms=True)")
+        notes.append(
+            f"norms and other vectors that shape the logits are not covered: {', '.join(norms)} (ask with norms=True)"
+        )
     if any(route.sparse for route in routes):
         notes.append(
             "sparse layers attend globally to what a top-k indexer or a compression keeps; the indexer is left out, "
@@ -39,8 +41,8 @@ def notes_on(
         notes.append("the config names no head count; it was taken from the shapes")
     if not known:
         notes.append(
-            f"model type {text.get('model_type')!r} is not in the table: the rows were read from the tensors' names and "
-            "shapes and are unverified; check them with routeguard.verify(model)"
+            f"model type {text.get('model_type')!r} is not in the table: the rows were read from the tensors' names "
+            "and shapes and are unverified; check them with routeguard.verify(model)"
         )
     return tuple(notes)
 
@@ -49,8 +51,9 @@ def warn_if_pure_softmax(routes: Routes) -> None:
     """Warn when all layers are full attention."""
     if routes.all_layers_full:
         warnings.warn(
-            f"all {len(routes.layer_kinds)} layers of {routes.model_type!r} are full attention; routeguard is made for hybrids, "
-            "and in pure softmax models the published effect of protecting Q/K is weak. Narrow it with layers=... if you can",
+            f"all {len(routes.layer_kinds)} layers of {routes.model_type!r} are full attention; routeguard is made for "
+            "hybrids, and in pure softmax models the published effect of protecting Q/K is weak. Narrow it with "
+            "layers=... if you can",
             UserWarning,
             stacklevel=3,
         )

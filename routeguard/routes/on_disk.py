@@ -13,7 +13,8 @@ from routeguard.routes.names import canonical_name
 MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
+    "BOOL": "bool",
 }  # fmt: skip
 
 
@@ -21,7 +22,11 @@ def checkpoint_config(folder: Path) -> dict[str, Any]:
     """`config.json` of a checkpoint folder. Raises ValueError if it is absent, not JSON, or names remote code only."""
     path = folder / "config.json"
     if not path.is_file():
-        what = "an adapter folder; give its base model" if (folder / "adapter_config.json").is_file() else "not a checkpoint"
+        what = (
+            "an adapter folder; give its base model"
+            if (folder / "adapter_config.json").is_file()
+            else "not a checkpoint"
+        )
         raise ValueError(f"{folder} has no config.json ({what})")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -43,7 +48,7 @@ def checkpoint_tensors(folder: Path) -> dict[str, TensorInfo]:
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """The shards that the index names (or the only file). Raises ValueError if none, one is missing, or it points outside."""
+    """The shards that the index names, or the only file. ValueError if none, one missing, or one outside."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -81,6 +86,8 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
         raise ValueError(f"{file} has a malformed safetensors header: not a JSON object")
     header.pop("__metadata__", None)
     for name, entry in header.items():
-        if not (isinstance(entry, dict) and isinstance(entry.get("dtype"), str) and isinstance(entry.get("shape"), list)):
+        if not (
+            isinstance(entry, dict) and isinstance(entry.get("dtype"), str) and isinstance(entry.get("shape"), list)
+        ):
             raise ValueError(f"{file} has a malformed entry for {name!r}")
     return header

@@ -8,13 +8,15 @@ from dataclasses import replace
 from math import prod
 from typing import cast
 
+from routeguard.routes.architecture import Architecture
 from routeguard.routes.block import Block, Found, Piece, TensorInfo
 from routeguard.routes.collection import ROLES, ROUTING_ROLES, AttentionLayer, Role, Route, Routes
 from routeguard.routes.config import Config, first, rope_parameters, text_config
 from routeguard.routes.decoder_stacks import attention_blocks, decoder_layers
 from routeguard.routes.layer_kinds import LONG_RANGE, layer_kinds
 from routeguard.routes.notes import notes_on
-from routeguard.routes.table import Architecture, architecture_of, is_encoder
+from routeguard.routes.table import architecture_of, is_encoder
+
 
 def resolve(
     config: Config,
@@ -121,9 +123,7 @@ def _read(block: Block, architecture: Architecture) -> Found | None:
         return None
     prefixes = tuple(f"{name}." for name in architecture.auxiliary)
     extra = [n for n in block.tensors if n in architecture.auxiliary or (prefixes and n.startswith(prefixes))]
-    role: Role
-    pieces = [Piece(name, role, "norm") for name in extra for role in ["query"]]
-    return found.extended(pieces)
+    return found.extended(Piece(name, "query", "norm") for name in extra)
 
 
 def _routes(block: Block, found: Found, *, sparse: bool) -> list[Route]:
@@ -157,7 +157,9 @@ def _geometry(block: Block, found: Found, architecture: Architecture, *, sparse:
         rotary_offset=found.rotary_offset,
         rotary_pairing=architecture.pairing,
         qk_norm=found.qk_norm,
-        product_obstacle=found.obstacle or architecture.obstacle or ("queries and keys are normalised" if found.qk_norm else None),
+        product_obstacle=found.obstacle
+        or architecture.obstacle
+        or ("queries and keys are normalised" if found.qk_norm else None),
         sparse=sparse,
     )
 
@@ -222,10 +224,16 @@ def _refuse_without_full_attention(model_type: str, kinds: tuple[str, ...]) -> N
     )
 
 
-def _explain_missing(model_type: str, missing: list[int], stacks: Mapping[int, Mapping[str, TensorInfo]], known: bool) -> str:
+def _explain_missing(
+    model_type: str, missing: list[int], stacks: Mapping[int, Mapping[str, TensorInfo]], known: bool
+) -> str:
     layer = missing[0]
     seen = sorted({name.rsplit(".", 1)[0] for name in stacks.get(layer, {})})[:12]
-    remedy = "" if known else "; this model type has no row in the table: use find_routes(model, probe=True) or register_architecture"
+    remedy = (
+        ""
+        if known
+        else "; this model type has no row in the table: use find_routes(model, probe=True) or register_architecture"
+    )
     return (
         f"the config of {model_type!r} calls layers {missing} full attention, but no query and key projections were "
         f"found in them; layer {layer} holds {seen or 'no tensors'}{remedy}"

@@ -1,108 +1,32 @@
 """The one table of architectures. Everything that needs to know where routing lives reads it through `resolve`.
 
-A model type without a row of its own is read by `DEFAULT`: layer kinds from the config, separate q/k projections
-(with the gate rule) or latent attention, half-split rotary embedding. A row says only what differs.
+A row says how a group of model types differs from `DEFAULT`: layer kinds from the config, separate q/k projections
+(with the gate rule) or latent attention, half-split rotary embedding over the fraction of a head that the config names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from difflib import get_close_matches
 
-from routeguard.routes.collection import Pairing
-from routeguard.routes.config import Config, rope_parameters
+from routeguard.routes.architecture import (
+    Architecture,
+    if_memory_rope,
+    if_position_type_is_rope,
+    if_theta,
+    if_theta_of_layer,
+    in_dense_prefix,
+    never,
+    without_alibi,
+    without_windows,
+)
+from routeguard.routes.config import Config
 from routeguard.routes.layer_kinds import KIND_OF_LABEL
 from routeguard.routes.layer_patterns import rotates
-from routeguard.routes.layouts import LAYOUTS, Layout
-
-PositionRule = Callable[[Config, int], bool]  # does this layer rotate its queries and keys?
-
-
-def _always(config: Config, layer: int) -> bool:
-    return True
-
-
-def _never(config: Config, layer: int) -> bool:
-    return False
-
-
-def _if_alibi_absent(config: Config, layer: int) -> bool:
-    return not config.get("alibi")
-
-
-def _position_type(config: Config, layer: int) -> bool:
-    return config.get("position_embedding_type") == "rope"
-
-
-def _memory_rope(config: Config, layer: int) -> bool:
-    return bool(config.get("use_mem_rope"))
-
-
-def _without_windows(config: Config, layer: int) -> bool:
-    """Full layers rotate only in a model that has no windowed ones (exaone4, kolibri1)."""
-    return config.get("sliding_window") is None
-
-
-def _dense_prefix(config: Config, layer: int) -> bool:
-    """cohere2_moe rotates the first, dense layers even where they see everything."""
-    if config.get("prefix_dense_sliding_window_pattern", 1) != 1:
-        return False
-    kinds = config.get("mlp_layer_types")
-    return kinds[layer] == "dense" if kinds else layer < int(config.get("first_k_dense_replace") or 0)
-
-
-def _theta_by_layer(config: Config, layer: int) -> bool:
-    thetas = config.get("layer_rope_theta")
-    return bool(thetas and thetas[layer])
-
-
-def _rope_if_configured(config: Config, layer: int) -> bool:
-    return bool(rope_parameters(config).get("rope_theta"))
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """One row of the table.
-
-    Attributes:
-        model_types: `config.model_type` values of the text decoder (or of the wrapper) that the row describes.
-        layout: name of a function in `layouts.LAYOUTS`, or such a function.
-        kinds: optional function from the text config to one kind per layer, instead of `layer_kinds`.
-        position: whether a layer rotates queries and keys.
-        pairing: "half" or "interleaved".
-        tied: full layers without tensors of their own use those of an earlier one.
-        auxiliary: parameters of the attention module (or modules in it) that shape the logits besides queries and keys:
-            learned sinks, relative biases, temperatures. Routes of kind "norm".
-        aliases: what checkpoints call a tensor or submodule of the attention module, to its name in the module.
-        stacks: containers of decoder layers, in order, for models with several stacks; () finds the only one.
-        obstacle: why the weights' product is not the logit, if the layout does not say it.
-        note: one line for the summary and the docs.
-    """
-
-    model_types: tuple[str, ...]
-    layout: str | Layout = "automatic"
-    kinds: Callable[[Config], tuple[str, ...]] | None = None
-    position: PositionRule = _always
-    pairing: Pairing = "half"
-    tied: bool = False
-    auxiliary: tuple[str, ...] = ()
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    stacks: tuple[str, ...] = ()
-    obstacle: str | None = None
-    note: str = ""
-
-    def read(self) -> Layout:
-        return LAYOUTS[self.layout] if isinstance(self.layout, str) else self.layout
-
+from routeguard.routes.layouts import LAYOUTS
+from routeguard.routes.model_types import ENCODERS, LATENT, PLAIN
 
 DEFAULT = Architecture(model_types=())
-
-_ENCODERS = frozenset(
-    """albert bert camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie esm flaubert funnel
-    ibert layoutlm longformer luke megatron-bert mobilebert modernbert mpnet mra nystromformer rembert roberta
-    roberta-prelayernorm roc_bert roformer squeezebert xlm xlm-roberta xlm-roberta-xl xlnet xmod yoso""".split()
-)
 
 
 def _hypenet_kinds(config: Config) -> tuple[str, ...]:
@@ -128,25 +52,25 @@ _ROWS: tuple[Architecture, ...] = (
         layout="separate",
         note="q_proj holds an output gate beside each head's query rows; only the query rows are routing",
     ),
-    Architecture(("kimi_linear",), layout="latent", position=_never, note="MLA without rotary embedding"),
+    Architecture(("kimi_linear",), layout="latent", position=never, note="MLA without rotary embedding"),
     Architecture(("bailing_hybrid", "glm5_next", "glm5_next_text"), layout="latent"),
-    Architecture(("olmo_hybrid",), layout="separate", position=_rope_if_configured),
-    Architecture(("lara_mini",), layout="separate", position=_never),
+    Architecture(("olmo_hybrid",), layout="separate", position=if_theta),
+    Architecture(("lara_mini",), layout="separate", position=never),
     Architecture(("minimax",), layout="separate", note="a set sliding_window narrows every softmax layer"),
     Architecture(("bamba",), layout="separate"),
-    Architecture(("granitemoehybrid",), layout="separate", position=_position_type),
-    Architecture(("jamba", "nemotron_h"), layout="separate", position=_never),
+    Architecture(("granitemoehybrid",), layout="separate", position=if_position_type_is_rope),
+    Architecture(("jamba", "nemotron_h"), layout="separate", position=never),
     Architecture(("falcon_h1", "lfm2", "lfm2_moe", "lfm3"), layout="separate"),
-    Architecture(("zamba",), layout="separate", position=_never, tied=True, note="one shared attention block"),
+    Architecture(("zamba",), layout="separate", position=never, tied=True, note="one shared attention block"),
     Architecture(
-        ("zamba2",), layout="shared_block_adapters", position=_memory_rope, tied=True,
+        ("zamba2",), layout="shared_block_adapters", position=if_memory_rope, tied=True,
         note="shared blocks, with adapters for each use",
     ),
     Architecture(("zaya",), layout="mixed_qk", note="queries and keys are mixed"),
     Architecture(
         ("inkling_text", "inkling2_text", "inkling2_loop_text", "inkling_mm_model", "inkling2", "inkling2_loop"),
         layout="convolved_keys",
-        position=_never,
+        position=never,
         auxiliary=("r_proj", "rel_logits_proj", "relative_position_bias", "sink_proj"),
         aliases={
             "wq_du": "q_proj.linear", "wk_dv": "k_proj.linear", "wv_dv": "v_proj.linear", "wo_ud": "o_proj.linear",
@@ -155,7 +79,7 @@ _ROWS: tuple[Architecture, ...] = (
         },
     ),
     Architecture(
-        ("hypenet",), layout="separate", kinds=_hypenet_kinds, position=_never,
+        ("hypenet",), layout="separate", kinds=_hypenet_kinds, position=never,
         note="remote code; attn_logits_scaling changes inference",
     ),
     Architecture(("jet_nemotron",), layout="separate", note="remote code; q and k carry biases"),
@@ -165,17 +89,20 @@ _ROWS: tuple[Architecture, ...] = (
         ("hrm_text",), layout="gated_fused", kinds=_hrm_kinds, stacks=("L_module.layers", "H_module.layers"),
         note="two stacks that run in turns: layers of L_module first, then those of H_module",
     ),
-    Architecture(("git",), layout="separate", position=_never, stacks=("git.encoder.layer",)),
-    Architecture(("blt", "blt_global_transformer"), layout="separate", pairing="interleaved", stacks=("global_transformer.layers",)),
+    Architecture(("git",), layout="separate", position=never, stacks=("git.encoder.layer",)),
+    Architecture(
+        ("blt", "blt_global_transformer"), layout="separate", pairing="interleaved",
+        stacks=("global_transformer.layers",),
+    ),
     # -- fused projections ---------------------------------------------------------------------------------------
     Architecture(("phi3", "phi4_multimodal"), layout="fused_blocks"),
     Architecture(("dbrx",), layout="fused_blocks"),
-    Architecture(("mpt",), layout="fused_blocks", position=_never),
-    Architecture(("falcon",), layout="falcon", position=_if_alibi_absent),
-    Architecture(("gpt_bigcode",), layout="gpt_bigcode", position=_never),
-    Architecture(("gpt2", "gpt-sw3", "openai-gpt"), layout="fused_columns", position=_never),
+    Architecture(("mpt",), layout="fused_blocks", position=never),
+    Architecture(("falcon",), layout="falcon", position=without_alibi),
+    Architecture(("gpt_bigcode",), layout="gpt_bigcode", position=never),
+    Architecture(("gpt2", "gpt-sw3", "openai-gpt"), layout="fused_columns", position=never),
     Architecture(("gpt_neox", "gpt_neox_japanese", "persimmon"), layout="fused_per_head"),
-    Architecture(("bloom",), layout="fused_per_head", position=_never),
+    Architecture(("bloom",), layout="fused_per_head", position=never),
     Architecture(("codegen",), layout="codegen", pairing="interleaved"),
     Architecture(("sarvam_moe",), layout="separate_or_fused", note="released checkpoints fuse the projections"),
     # -- rows of their own ---------------------------------------------------------------------------------------
@@ -196,7 +123,8 @@ _ROWS: tuple[Architecture, ...] = (
     ),
     Architecture(("dory",), layout="separate", auxiliary=("sqk",), obstacle="queries and keys are normalised"),
     Architecture(
-        ("muse_glimmer", "muse_glimmer_text", "muse_spark", "muse_spark_text"), layout="separate", position=_theta_by_layer,
+        ("muse_glimmer", "muse_glimmer_text", "muse_spark", "muse_spark_text"), layout="separate",
+        position=if_theta_of_layer,
         obstacle="queries and keys are normalised",
     ),
     Architecture(("nanochat",), layout="separate", obstacle="queries and keys are normalised"),
@@ -208,11 +136,12 @@ _ROWS: tuple[Architecture, ...] = (
             "ssmax_scaling.s": "softmax_scaling.scale", "ssmax_scaling.b": "softmax_scaling.bias",
         },
     ),
-    Architecture(("axk2",), layout="latent", aliases={"q_b_proj": "q_gate_proj"}, note="output gate beside the queries"),
+    Architecture(("axk2",), layout="latent", aliases={"q_b_proj": "q_gate_proj"}, note="a gate beside the queries"),
     Architecture(
         ("cosmos3_omni", "cosmos3_edge"), layout="separate",
         aliases={
-            "to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "o_proj", "norm_q": "q_norm", "norm_k": "k_norm",
+            "to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "o_proj",
+            "norm_q": "q_norm", "norm_k": "k_norm",
         },
     ),
     Architecture(
@@ -225,20 +154,32 @@ _ROWS: tuple[Architecture, ...] = (
     # -- plain projections, position embeddings that differ ------------------------------------------------------
     Architecture(("gptj",), layout="separate", pairing="interleaved"),
     Architecture(
-        ("cohere", "glm", "glm4", "glm4v_text", "glm_ocr_text", "ernie4_5", "ernie4_5_moe", "ernie4_5_vl_moe_text", "helium"),
+        (
+            "cohere", "glm", "glm4", "glm4v_text", "glm_ocr_text", "ernie4_5", "ernie4_5_moe", "ernie4_5_vl_moe_text",
+            "helium",
+        ),
         layout="separate",
         pairing="interleaved",
     ),
     Architecture(
-        ("cohere2", "afmoe", "beam"), layout="separate", position=_never, note="full layers have no rotary embedding"
+        ("cohere2", "afmoe", "beam"), layout="separate", position=never, note="full layers do not rotate"
     ),
-    Architecture(("flint",), position=_never, auxiliary=_SINKS, note="full layers have no rotary embedding"),
-    Architecture(("cohere2_moe",), position=_dense_prefix, note="full layers after the dense ones have no rotary embedding"),
-    Architecture(("exaone4", "exaone_moe", "kolibri1"), position=_without_windows),
+    Architecture(("flint",), position=never, auxiliary=_SINKS, note="full layers do not rotate"),
+    Architecture(("cohere2_moe",), position=in_dense_prefix, note="full layers after the dense ones do not rotate"),
+    Architecture(("exaone4", "exaone_moe", "kolibri1"), position=without_windows),
     Architecture(("llama4", "llama4_text"), layout="separate", pairing="interleaved", position=rotates),
     Architecture(("smollm3",), layout="separate", position=rotates),
-    Architecture(("gpt_neo", "opt", "biogpt", "xglm", "ctrl", "cpmant", "trocr", "blip_text_model", "kosmos_2_text_model",
-         "kosmos_2_5_text_model"), layout="separate", position=_never),
+    Architecture(
+        (
+            "gpt_neo", "opt", "biogpt", "xglm", "ctrl", "cpmant", "trocr", "blip_text_model", "kosmos_2_text_model",
+            "kosmos_2_5_text_model",
+        ),
+        layout="separate",
+        position=never,
+    ),
+    # -- nothing unusual (the tests check each of them) -----------------------------------------------------------
+    Architecture(LATENT, layout="latent"),
+    Architecture(PLAIN, layout="separate"),
 )  # fmt: skip
 
 _BY_TYPE: dict[str, Architecture] = {name: row for row in _ROWS for name in row.model_types}
@@ -292,4 +233,4 @@ def architectures() -> tuple[Architecture, ...]:
 
 def is_encoder(config: Config) -> bool:
     """A bidirectional encoder: nothing to guard. (The same type with `is_decoder` is a decoder.)"""
-    return str(config.get("model_type")) in _ENCODERS and not config.get("is_decoder")
+    return str(config.get("model_type")) in ENCODERS and not config.get("is_decoder")
