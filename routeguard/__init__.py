@@ -17,7 +17,7 @@ _EXPORTS = {
     "Routes": "routeguard.routes.collection",
     "find_routes": "routeguard.routes.find",
     "verify": "routeguard.routes.verify",
-    "Architecture": "routeguard.routes.table",
+    "Architecture": "routeguard.routes.architecture",
     "register_architecture": "routeguard.routes.table",
     "RouteGuard": "routeguard.training.guard",
     "Freeze": "routeguard.protect.modes",
@@ -54,7 +54,8 @@ if TYPE_CHECKING:
     from routeguard.restore.in_memory import restore, restored
     from routeguard.routes.collection import AttentionLayer, Route, Routes
     from routeguard.routes.find import find_routes
-    from routeguard.routes.table import Architecture, register_architecture
+    from routeguard.routes.architecture import Architecture
+    from routeguard.routes.table import register_architecture
     from routeguard.routes.verify import verify_routes as verify
     from routeguard.training.guard import RouteGuard
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from routeguard.drift.adapters import lora_delta_distance
-from routeguard.drift.frobenius import squared_distance
+from routeguard.drift.adapters import dora_delta_norm, lora_delta_distance
+from routeguard.drift.frobenius import squared_distance, squared_norm
 from routeguard.drift.routing_form import RoutingReference, prepare, routing_drift
-from routeguard.protect.held import Held, lora_pairs
-from routeguard.protect.rows import take_rows
+from routeguard.protect.held import Held, LoraPair, lora_pairs
+from routeguard.protect.rows import put_rows, take_rows
 from routeguard.routes.collection import AttentionLayer, Route, Routes, Rows
 
 Cell = tuple[int, str]  # (layer, role)
@@ -106,7 +106,7 @@ class DriftMeter:
 def _base_terms(held: Sequence[Held], starts: Mapping[str, Tensor]) -> list[_Term]:
     terms = []
     for h in held:
-        if h.part not in ("base", "magnitude", "adapter") or h.name not in starts:
+        if h.part not in ("base", "adapter") or h.name not in starts:
             continue
         for route in h.routes:
             rows = route.rows if h.part == "base" else h.rows
@@ -119,7 +119,7 @@ def _term(cell: Cell, parameter: Tensor, start: Tensor, rows: Rows | None, dim: 
     return _Term(
         cell,
         lambda: squared_distance(parameter.detach(), start, rows=rows, dim=dim),
-        torch.linalg.vector_norm(start.float()).square(),
+        squared_norm(start),
     )
 
 
@@ -131,18 +131,37 @@ def _lora_terms(model: nn.Module, routes: Routes, starts: Mapping[str, Tensor]) 
         if b0 is None:
             continue
         a0 = pair.a.detach().clone() if a0 is None else a0
+        m0 = None if pair.magnitude is None else starts.get(names[id(pair.magnitude)])
         for route in pair.routes:
+            within = rows_within(route.rows, pair.rows)
+            cell = (route.layer, route.role)
             base_squared = _base_norm_squared(pair.base, route.rows)
-            start_b = take_rows(b0, rows_within(route.rows, pair.rows))
-            terms.append(_lora_term((route.layer, route.role), pair.a, pair.b, pair.scale, a0, start_b, route.rows, base_squared))
+            if m0 is not None and pair.zero_start and pair.base.dtype.is_floating_point:
+                terms.append(_dora_term(cell, pair, take_rows(m0, within), route.rows, base_squared))
+            else:
+                terms.append(_lora_term(cell, pair, a0, take_rows(b0, within), route.rows, base_squared))
     return terms
 
 
-def _lora_term(
-    cell: Cell, a: Tensor, b: Tensor, scale: float, a0: Tensor, b0: Tensor, rows: Rows | None, base_squared: Tensor
-) -> _Term:
+def _lora_term(cell: Cell, pair: LoraPair, a0: Tensor, b0: Tensor, rows: Rows | None, base_squared: Tensor) -> _Term:
     def squared() -> Tensor:
-        return lora_delta_distance(a.detach(), take_rows(b.detach(), rows), scale, a0, b0, scale).square()
+        b = take_rows(pair.b.detach(), rows)
+        return lora_delta_distance(pair.a.detach(), b, pair.scale, a0, b0, pair.scale).square()
+
+    return _Term(cell, squared, base_squared)
+
+
+def _dora_term(cell: Cell, pair: LoraPair, m0: Tensor, rows: Rows | None, base_squared: Tensor) -> _Term:
+    magnitude = pair.magnitude
+    assert magnitude is not None
+    full = m0 if rows is None else torch.zeros_like(magnitude.detach())
+    if rows is not None:
+        put_rows(full, rows, m0)
+
+    def squared() -> Tensor:
+        return dora_delta_norm(
+            pair.base.detach(), pair.a.detach(), pair.b.detach(), pair.scale, magnitude.detach(), start_magnitude=full, rows=rows
+        ).square()
 
     return _Term(cell, squared, base_squared)
 
@@ -153,7 +172,7 @@ def _base_norm_squared(base: Tensor, rows: Rows | None) -> Tensor:
         from peft.utils.integrations import dequantize_bnb_weight
 
         weight = dequantize_bnb_weight(base)
-    return torch.linalg.vector_norm(take_rows(weight, rows).float()).square()
+    return squared_norm(take_rows(weight, rows))
 
 
 def _start_norms(terms: Sequence[_Term], cells: Sequence[Cell], held: Sequence[Held]) -> Tensor:

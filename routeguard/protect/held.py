@@ -61,7 +61,10 @@ class Held:
 
 @dataclass(frozen=True, eq=False)
 class LoraPair:
-    """The factors of one LoRA adapter on a routed weight: ΔW = scale · B · A, rows of B being rows of W."""
+    """The factors of one LoRA adapter on a routed weight: ΔW = scale · B · A, rows of B being rows of W.
+
+    `magnitude` is DoRA's vector, one number for each row of W, or None.
+    """
 
     routes: tuple[Route, ...]
     rows: Rows | None
@@ -71,6 +74,7 @@ class LoraPair:
     base: nn.Parameter
     adapter: str
     zero_start: bool
+    magnitude: nn.Parameter | None = None
 
 
 def held_parameters(model: nn.Module, routes: Routes) -> list[Held]:
@@ -110,9 +114,15 @@ def lora_pairs(model: nn.Module, routes: Routes) -> list[LoraPair]:
                     base=layer.get_base_layer().weight,
                     adapter=adapter,
                     zero_start=starts_at_zero(model, adapter),
+                    magnitude=_magnitude(layer, adapter),
                 )
             )
     return pairs
+
+
+def _magnitude(layer: Any, adapter: str) -> nn.Parameter | None:
+    vectors = getattr(layer, "lora_magnitude_vector", None)
+    return vectors[adapter].weight if vectors is not None and adapter in vectors else None
 
 
 def starts_at_zero(model: nn.Module, adapter: str) -> bool:

@@ -79,12 +79,16 @@ class ResolutionWatch:
 
     def _sampled(self) -> Tensor:
         assert self._parameter is not None
-        return self._parameter.detach().flatten()[:_SAMPLE]
+        sample: Tensor = self._parameter.detach().flatten()[:_SAMPLE]
+        return sample
 
     def _has_gradient(self) -> Tensor | None:
         assert self._parameter is not None
         gradient = self._parameter.grad
-        return None if gradient is None else gradient.flatten()[:_SAMPLE] != 0
+        if gradient is None:
+            return None
+        has_gradient: Tensor = gradient.flatten()[:_SAMPLE] != 0
+        return has_gradient
 
     @torch.no_grad()
     def _look_before(self) -> None:

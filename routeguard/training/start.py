@@ -133,5 +133,6 @@ def _previous_stage(model: nn.Module) -> RunState | None:
 
 
 def _name_or_path(model: nn.Module) -> str:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    unwrap: Any = getattr(model, "get_base_model", None)
+    base = unwrap() if callable(unwrap) else model
     return str(getattr(getattr(base, "config", None), "_name_or_path", "") or "")
