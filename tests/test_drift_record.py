@@ -1,0 +1,65 @@
+"""The drift file: appended, resumed, read back, and robust against a killed run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from routeguard.drift.meter import DriftSample
+from routeguard.drift.record import DriftRecord, read_record
+
+
+def sample(step: int) -> DriftSample:
+    return DriftSample(step, {(2, "query"): step / 10, (2, "key"): step / 20}, {2: (0.5, 0.25)} if step % 2 == 0 else {})
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    record = DriftRecord(tmp_path / "deep" / "drift.jsonl", {"protect": {"mode": "track"}})
+    record.append([sample(1), sample(2)])
+    record.append([])
+    record.append([sample(3)])
+    header, samples = read_record(record.path)
+    assert header == {"schema_version": 1, "protect": {"mode": "track"}}
+    assert samples == [sample(1), sample(2), sample(3)]
+    assert samples[0].of_role("query") == 0.1 and samples[0].of_role("value") is None
+
+
+def test_resume_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "drift.jsonl"
+    DriftRecord(path, {}).append([sample(1), sample(2), sample(3)])
+    DriftRecord(path, {}, resume_step=2).append([sample(3), sample(4)])
+    assert [s.step for s in read_record(path)[1]] == [1, 2, 3, 4]
+
+
+def test_a_fresh_run_moves_the_old_series_aside(tmp_path: Path) -> None:
+    path = tmp_path / "drift.jsonl"
+    for step in (1, 2, 3):
+        DriftRecord(path, {}).append([sample(step)])
+    assert [[s.step for s in read_record(p)[1]] for p in (tmp_path / "drift.1.jsonl", tmp_path / "drift.2.jsonl", path)] == [
+        [1],
+        [2],
+        [3],
+    ]
+
+
+def test_a_half_written_last_line_is_skipped_and_a_damaged_middle_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "drift.jsonl"
+    DriftRecord(path, {}).append([sample(1), sample(2)])
+    whole = path.read_text()
+    path.write_text(whole + '{"step": 3, "dr')
+    assert [s.step for s in read_record(path)[1]] == [1, 2]
+    DriftRecord(path, {}, resume_step=2).append([sample(3)])
+    assert [s.step for s in read_record(path)[1]] == [1, 2, 3]
+    lines = whole.splitlines()
+    path.write_text("\n".join([lines[0], "{", lines[2]]))
+    with pytest.raises(ValueError, match="line 2 is damaged"):
+        read_record(path)
+
+
+def test_another_schema_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "drift.jsonl"
+    path.write_text(json.dumps({"schema_version": 99}) + "\n")
+    with pytest.raises(ValueError, match="schema version 99, this version reads 1"):
+        read_record(path)
