@@ -89,9 +89,9 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each fine-tuning.")] = 600,
 ) -> None:
     """Fine-tune the tiny hybrid that ships with the package on chain-of-thought, with and without protection."""
-    from routeguard.demo.run import run_demo
+    from routeguard.demo.console import show_demo
 
-    run_demo(output, seeds=seeds, all_modes=everything, steps=steps)
+    show_demo(output, seeds=seeds, all_modes=everything, steps=steps)
 
 
 def parse_layers(text: str | None) -> list[int] | None:
