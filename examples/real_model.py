@@ -116,7 +116,6 @@ class RealModel:
 
     def train(self, protect: str, folder: Path) -> None:
         """Fine-tune, save, reload, and check that the saved model is the trained one and what its routing rows hold."""
-
         print(f"\n== {self.args.steps} steps of CoT-SFT with RouteGuard(protect={protect!r}) ==", flush=True)
         started = time.monotonic()
         model = load_model(self.start)

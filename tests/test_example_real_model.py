@@ -121,6 +121,12 @@ def test_unknown_kind_of_needle_is_refused(tokenizer) -> None:
         needles.build_haystack(tokenizer, kind="multi", length_tokens=512, seed=0)
 
 
+@pytest.mark.parametrize("kind", needles.KINDS)
+def test_length_too_short_for_the_needles_is_refused(tokenizer, kind: str) -> None:
+    with pytest.raises(ValueError, match=f"60 tokens are too few for the {kind} needles"):
+        needles.build_haystack(tokenizer, kind=kind, length_tokens=60, seed=0)
+
+
 def test_scores_on_a_copied_cache_equal_a_plain_forward_pass(model, tokenizer) -> None:
     haystack = needles.build_haystack(tokenizer, kind="multikey", length_tokens=1024, seed=0, num_asked=3)
     scores = needles.score_haystack(model, tokenizer, haystack)

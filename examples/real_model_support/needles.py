@@ -58,7 +58,7 @@ def build_haystack(tokenizer, *, kind: str, length_tokens: int, seed: int, num_a
 
     Kinds: `single` hides one 7-digit value in prose; `multikey` hides `num_asked` values of 8 hex digits in prose, with
     keys that share their words, and asks for each; `dense` has no prose: every line is a needle, `num_asked` are asked.
-    Raises ValueError for an unknown kind.
+    Raises ValueError for an unknown kind, and for a length that cannot hold the needles.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown kind of needle {kind!r}; there are {KINDS}")
@@ -97,6 +97,8 @@ def build_haystack(tokenizer, *, kind: str, length_tokens: int, seed: int, num_a
             room, position = room - len(sentence), position + 1
         for line in hidden:
             lines.insert(rng.randrange(len(lines) + 1), line)
+    if len(asked) < (1 if kind == "single" else num_asked) or sum(map(len, lines)) > budget:
+        raise ValueError(f"{length_tokens} tokens are too few for the {kind} needles; ask for a longer context")
     return Haystack((tokenizer.bos_token_id, *itertools.chain.from_iterable(lines)), tuple(asked))
 
 
