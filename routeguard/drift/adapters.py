@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from routeguard.drift.frobenius import compute_dtype, row_blocks
+from routeguard.drift.frobenius import compute_dtype, full_precision, row_blocks
 from routeguard.routes.collection import Rows
 
 _ROWS_AT_ONCE = 1024
@@ -35,7 +35,8 @@ def lora_delta_norm(a: Tensor, b: Tensor, scale: float | Tensor, rows: Rows | No
     _check_pair(a, b)
     dtype = compute_dtype(a, b)
     wide_a, wide_b = a.to(dtype), scale * _take(b, rows).to(dtype)
-    square = (wide_b.mT @ wide_b * (wide_a @ wide_a.mT)).sum()
+    with full_precision(a.device):
+        square = ((wide_b.mT @ wide_b) * (wide_a @ wide_a.mT)).sum()
     return square.clamp_min(0).sqrt().float()
 
 
@@ -82,11 +83,12 @@ def lora_delta_distance(
     change_a = now_a - a0.to(dtype)
     change_b = scale * (taken.to(dtype) - start_b) + (scale - scale0) * start_b
     start_b = scale0 * start_b
-    square = (
-        (change_b.mT @ change_b) * (now_a @ now_a.mT)
-        + (start_b.mT @ start_b) * (change_a @ change_a.mT)
-        + 2 * (change_b.mT @ start_b) * (now_a @ change_a.mT)
-    ).sum()
+    with full_precision(a.device):
+        square = (
+            (change_b.mT @ change_b) * (now_a @ now_a.mT)
+            + (start_b.mT @ start_b) * (change_a @ change_a.mT)
+            + 2 * (change_b.mT @ start_b) * (now_a @ change_a.mT)
+        ).sum()
     return square.clamp_min(0).sqrt().float()
 
 
@@ -130,21 +132,22 @@ def dora_delta_norm(
     given = [magnitude] if start_magnitude is None else [magnitude, start_magnitude]
     if weight.shape != (b.shape[0], a.shape[1]) or any(m.numel() != b.shape[0] for m in given):
         raise ValueError(
-            f"a base of shape {tuple(weight.shape)} and magnitudes of shape {[tuple(m.shape) for m in given]} do not fit "
-            f"an update of shape {(b.shape[0], a.shape[1])}"
+            f"a base of shape {tuple(weight.shape)} and magnitudes of shape {[tuple(m.shape) for m in given]} do not "
+            f"fit an update of shape {(b.shape[0], a.shape[1])}"
         )
     dtype = compute_dtype(weight, a, b, *given)
+    ranges = rows if rows is not None else ((0, weight.shape[0]),)
+    row_blocks(weight, ranges)
     wide_a = a.to(dtype)
-    gram = wide_a @ wide_a.mT
     total = torch.zeros((), dtype=dtype, device=weight.device)
-    for first, stop in rows if rows is not None else ((0, weight.shape[0]),):
-        row_blocks(weight, ((first, stop),))
-        for at in range(first, stop, _ROWS_AT_ONCE):
-            part = slice(at, min(stop, at + _ROWS_AT_ONCE))
-            w, factor = weight[part].to(dtype), scale * b[part].to(dtype)
-            m = magnitude.reshape(-1)[part].to(dtype)
-            start_m = None if start_magnitude is None else start_magnitude.reshape(-1)[part].to(dtype)
-            total += _dora_rows(w, factor, wide_a, gram, m, start_m)
+    with full_precision(a.device):
+        gram = wide_a @ wide_a.mT
+        for first, stop in ranges:
+            for at in range(first, stop, _ROWS_AT_ONCE):
+                part = slice(at, min(stop, at + _ROWS_AT_ONCE))
+                m, *start_m = (each.reshape(-1)[part].to(dtype) for each in given)
+                factor = scale * b[part].to(dtype)
+                total += _dora_rows(weight[part].to(dtype), factor, wide_a, gram, m, start_m[0] if start_m else None)
     return total.clamp_min(0).sqrt().float()
 
 
@@ -171,5 +174,6 @@ def _take(b: Tensor, rows: Rows | None) -> Tensor:
 def _check_pair(a: Tensor, b: Tensor) -> None:
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
         raise ValueError(
-            f"LoRA factors must be A [r, in_features] and B [out_features, r]; found {tuple(a.shape)} and {tuple(b.shape)}"
+            "LoRA factors must be A [r, in_features] and B [out_features, r]; "
+            f"found {tuple(a.shape)} and {tuple(b.shape)}"
         )

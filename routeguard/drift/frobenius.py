@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -15,8 +18,22 @@ _CHUNK_CPU = 1 << 18
 _CHUNK_ACCELERATOR = 1 << 22
 
 
+class _Buffers(threading.local):
+    def __init__(self) -> None:
+        self.by_dtype: dict[torch.dtype, Tensor] = {}
+
+
+_buffers = _Buffers()
+
+# Two tensors [n, KERNEL_COLUMNS] of one dtype to the 0-d sum of squares of their difference.
+Kernel = Callable[[Tensor, Tensor], Tensor]
+KERNEL_COLUMNS = 1024
+
+
 @torch.no_grad()
-def squared_distance(weight: Tensor, start: Tensor, *, rows: Rows | None = None, dim: int = 0) -> Tensor:
+def squared_distance(
+    weight: Tensor, start: Tensor, *, rows: Rows | None = None, dim: int = 0, kernel: Kernel | None = None
+) -> Tensor:
     """Squared Frobenius distance `‖W − W₀‖²`, added up on the device without a host synchronisation.
 
     The difference is taken first, in float32 (in float64 when both tensors are float64), and then squared.
@@ -28,6 +45,8 @@ def squared_distance(weight: Tensor, start: Tensor, *, rows: Rows | None = None,
             without, it has the shape of `weight`. Its dtype may differ from that of `weight`.
         rows: `(start, stop)` ranges along `dim` to compare, or None for the whole weight.
         dim: the dimension that `rows` index. Default 0.
+        kernel: what `compiled_kernel()` returned, to read both tensors once in a fused loop; None for plain torch
+            operations. Blocks that are not contiguous or no multiple of 1024 scalars go the plain way all the same.
 
     Returns:
         A 0-d float32 tensor on the device of `weight`. Squared distances of shards or row ranges may be added.
@@ -38,19 +57,45 @@ def squared_distance(weight: Tensor, start: Tensor, *, rows: Rows | None = None,
     Source: derived.
     """
     dtype = compute_dtype(weight, start)
-    pieces = [piece for block in _blocks(weight, start, rows, dim) for piece in _pieces(*block)]
-    if not pieces:
-        return torch.zeros((), dtype=torch.float32, device=weight.device)
-    scratch = torch.empty(max(current.numel() for current, _ in pieces), dtype=dtype, device=weight.device)
+    blocks = _blocks(weight, start, rows, dim)
     sums = []
-    for current, origin in pieces:
-        difference = scratch[: current.numel()].view(current.shape)
-        if current.dtype == origin.dtype == dtype:
-            torch.sub(current, origin, out=difference)
+    if kernel is not None and weight.dtype == start.dtype and weight.dtype != torch.float64:
+        fused = [block for block in blocks if _fits_kernel(*block)]
+        sums = [kernel(now.view(-1, KERNEL_COLUMNS), old.view(-1, KERNEL_COLUMNS)) for now, old in fused]
+        blocks = [block for block in blocks if not _fits_kernel(*block)]
+    pieces = [piece for block in blocks for piece in _pieces(*block)]
+    difference = buffer = scratch(max((now.numel() for now, _ in pieces), default=0), dtype, weight.device)
+    for now, old in pieces:
+        if difference.shape != now.shape:
+            difference = buffer[: now.numel()].view(now.shape)
+        if now.dtype == old.dtype == dtype:
+            torch.sub(now, old, out=difference)
         else:  # torch.sub(out=float32) of two bfloat16 tensors would round to bfloat16 on the way
-            difference.copy_(current).sub_(origin)
+            difference.copy_(now).sub_(old)
         sums.append(_sum_of_squares(difference))
-    return torch.stack(sums).sum().float()
+    return _total(sums, weight.device)
+
+
+@cache
+def compiled_kernel() -> Kernel | None:
+    """Compile the fused kernel of `squared_distance`, or return None where torch cannot compile.
+
+    It takes some seconds for each dtype, once in a process, and reads each tensor once: worth it where drift is
+    measured at every step of a long run. It is tried on a small tensor first, so a missing compiler shows at once.
+
+    Returns:
+        A function to pass as `kernel=`, or None if compiling fails (no C++ compiler, unsupported platform or Python).
+
+    Source: derived.
+    """
+    kernel = torch.compile(_fused_sum_of_squares, dynamic=True)
+    ones = torch.ones(3, KERNEL_COLUMNS)
+    try:
+        with torch.no_grad():
+            works = float(kernel(ones, torch.zeros_like(ones))) == ones.numel()
+    except Exception:  # whatever the compiler stack raises, plain operations remain
+        return None
+    return kernel if works else None
 
 
 @torch.no_grad()
@@ -70,7 +115,7 @@ def squared_norm(tensor: Tensor) -> Tensor:
     """
     dtype = compute_dtype(tensor)
     sums = [_sum_of_squares(piece.to(dtype)) for piece, _ in _pieces(tensor, tensor)]
-    return torch.stack(sums).sum().float() if sums else torch.zeros((), dtype=torch.float32, device=tensor.device)
+    return _total(sums, tensor.device)
 
 
 @torch.no_grad()
@@ -81,6 +126,7 @@ def relative_drift(
     rows: Rows | None = None,
     dim: int = 0,
     start_norm: Tensor | None = None,
+    kernel: Kernel | None = None,
 ) -> Tensor:
     """Relative drift `‖W − W₀‖_F / ‖W₀‖_F` of a weight, on the device without a host synchronisation.
 
@@ -88,7 +134,7 @@ def relative_drift(
     0 as long as nothing moves and never a division by zero.
 
     Args:
-        weight, start, rows, dim: as in `squared_distance`.
+        weight, start, rows, dim, kernel: as in `squared_distance`.
         start_norm: `‖W₀‖_F` as a 0-d tensor on the same device where it is known already
             (`squared_norm(start).sqrt()`); it saves a second pass over the start. Default None.
 
@@ -100,7 +146,7 @@ def relative_drift(
 
     Source: derived; the measure is reported for each layer and role.
     """
-    distance = squared_distance(weight, start, rows=rows, dim=dim).sqrt()
+    distance = squared_distance(weight, start, rows=rows, dim=dim, kernel=kernel).sqrt()
     return relative(distance, squared_norm(start).sqrt() if start_norm is None else start_norm)
 
 
@@ -118,6 +164,27 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
                 "dequantise the weight first"
             )
     return torch.float64 if all(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+
+
+def scratch(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A flat buffer with arbitrary contents, valid until this thread asks for the next one.
+
+    On the CPU it is kept for reuse: the page faults of a fresh buffer cost a sixth of the measurement. An accelerator's
+    allocator reuses memory by itself.
+    """
+    if device.type != "cpu":
+        return torch.empty(numel, dtype=dtype, device=device)
+    kept = _buffers.by_dtype
+    if dtype not in kept or kept[dtype].numel() < numel:
+        with torch.inference_mode(False):  # an inference tensor could not be written to later, in normal mode
+            kept[dtype] = torch.empty(numel, dtype=dtype)
+    return kept[dtype][:numel]
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Keeps an autocast region around the caller from rounding matrix products to 16 bits."""
+    kind = device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 def row_blocks(tensor: Tensor, rows: Rows | None, dim: int = 0) -> list[Tensor]:
@@ -163,8 +230,21 @@ def _pieces(weight: Tensor, start: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     yield from zip(weight.split(size), start.split(size), strict=True)
 
 
+def _fits_kernel(weight: Tensor, start: Tensor) -> bool:
+    return weight.is_contiguous() and start.is_contiguous() and weight.numel() > 0 == weight.numel() % KERNEL_COLUMNS
+
+
+def _fused_sum_of_squares(weight: Tensor, start: Tensor) -> Tensor:
+    return (weight.float() - start.float()).square().sum(-1).sum()
+
+
+def _total(sums: list[Tensor], device: torch.device) -> Tensor:
+    return torch.stack(sums).sum().float() if sums else torch.zeros((), dtype=torch.float32, device=device)
+
+
 def _sum_of_squares(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "cpu":
-        flat = tensor.reshape(-1)
+    if tensor.is_cpu:
+        flat = tensor if tensor.ndim == 1 else tensor.reshape(-1)
         return torch.dot(flat, flat)
-    return torch.linalg.vector_norm(tensor).square()
+    norm: Tensor = torch.linalg.vector_norm(tensor)
+    return norm.square()

@@ -1,0 +1,142 @@
+"""Inner products between the change of a projection and its start, per head: what the routing form is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from routeguard.drift.frobenius import compute_dtype, full_precision, scratch
+from routeguard.routes.collection import AttentionLayer
+
+# Scalars handled at once: about one head, so that the difference is still in the cache for the inner products.
+_CHUNK_CPU = 1 << 17
+_CHUNK_ACCELERATOR = 1 << 22
+
+
+@dataclass(frozen=True)
+class Products:
+    """Inner products over the inputs of one side, between its change `d` and its start `z`, for each query head.
+
+    Attributes:
+        energy: `|d|²` of each rotary pair, `[num_heads, pairs]`.
+        overlap_real, overlap_imag: `zᴴd` of each rotary pair, `[num_heads, pairs]`.
+        gram, cross: `dᵀd` and `dᵀz` of the dimensions without rotary, `[num_heads, m, m]`.
+    """
+
+    energy: Tensor
+    overlap_real: Tensor
+    overlap_imag: Tensor
+    gram: Tensor
+    cross: Tensor
+
+
+def products(
+    weight: Tensor,
+    start: Tensor,
+    bias: Tensor | None,
+    start_bias: Tensor | None,
+    geometry: AttentionLayer,
+    role: str,
+) -> Products:
+    """The products of one side ("query" or "key"). Raises ValueError for tensors that do not fit the geometry."""
+    heads = geometry.num_heads if role == "query" else geometry.num_key_value_heads
+    square, overlap, gram, cross = _inner_by_kind(_heads(weight, start, heads, geometry, role), geometry)
+    if (bias is None) != (start_bias is None):
+        found, other = ("none now", "at the start") if bias is None else ("one now", "none at the start")
+        raise ValueError(f"the {role} bias of layer {geometry.layer} must be given both times: {found}, {other}")
+    if bias is not None and start_bias is not None:
+        columns = _heads(bias[..., None], start_bias[..., None], heads, geometry, f"{role} bias")
+        more = _inner_by_kind(columns, geometry)
+        square, overlap, gram, cross = square + more[0], overlap + more[1], gram + more[2], cross + more[3]
+    group = geometry.num_heads // heads
+    return Products(
+        energy=_shared(square[..., 0, 0] + square[..., 1, 1], group),
+        overlap_real=_shared(overlap[..., 0, 0] + overlap[..., 1, 1], group),
+        overlap_imag=_shared(overlap[..., 1, 0] - overlap[..., 0, 1], group),
+        gram=_shared(gram[:, 0], group),
+        cross=_shared(cross[:, 0], group),
+    )
+
+
+def _shared(tensor: Tensor, group: int) -> Tensor:
+    """One entry for each query head of the group that shares a key head."""
+    return tensor if group == 1 else tensor.repeat_interleave(group, 0, output_size=group * tensor.shape[0])
+
+
+def _heads(current: Tensor, start: Tensor, heads: int, geometry: AttentionLayer, role: str) -> tuple[Tensor, Tensor]:
+    """Both tensors as `[heads, head_dim, inputs]` views."""
+    flat, apart = (heads * geometry.head_dim,), (heads, geometry.head_dim)
+    if tuple(current.shape[:-1]) not in (flat, apart):
+        raise ValueError(
+            f"the {role} of layer {geometry.layer} has shape {tuple(current.shape)}; its {heads} heads of "
+            f"{geometry.head_dim} need {flat[0]} rows in torch layout (transpose a Conv1D weight, select the rows of a "
+            "fused one)"
+        )
+    if start.shape != current.shape or start.device != current.device:
+        raise ValueError(
+            f"the {role} of layer {geometry.layer} has shape {tuple(current.shape)} on {current.device}, its start has "
+            f"{tuple(start.shape)} on {start.device}; pass the same rows on the same device"
+        )
+    return current.reshape(*apart, current.shape[-1]), start.reshape(*apart, start.shape[-1])
+
+
+def _inner_by_kind(tensors: tuple[Tensor, Tensor], geometry: AttentionLayer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`d dᵀ` and `d zᵀ` within each rotary pair `[heads, pairs, 2, 2]`, then without rotary `[heads, 1, m, m]`."""
+    first = geometry.rotary_offset if geometry.rotary_dim else 0
+    last = first + geometry.rotary_dim
+
+    def paired(tensor: Tensor) -> Tensor:
+        heads, _, inputs = tensor.shape
+        turned, pairs = tensor[:, first:last], geometry.rotary_dim // 2
+        if geometry.rotary_pairing == "half":
+            return turned.view(heads, 2, pairs, inputs).transpose(1, 2)
+        return turned.view(heads, pairs, 2, inputs)
+
+    def unpaired(tensor: Tensor) -> Tensor:
+        sides = [side for side in (tensor[:, :first], tensor[:, last:]) if side.shape[1]]
+        return (sides[0] if len(sides) == 1 else torch.cat(sides or [tensor[:, :0]], dim=1))[:, None]
+
+    current, start = tensors
+    return *_inner(paired(current), paired(start)), *_inner(unpaired(current), unpaired(start))
+
+
+def _inner(current: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    """`d dᵀ` and `d zᵀ` over the last dimension of `[heads, blocks, rows, inputs]`: d = current − start, z = start.
+
+    Works on a cache-sized part at a time. Returns two `[heads, blocks, rows, rows]` tensors.
+    """
+    heads, blocks, rows, inputs = current.shape
+    dtype = compute_dtype(current, start)
+    if not current.numel():
+        nothing = torch.zeros(heads, blocks, rows, rows, dtype=dtype, device=current.device)
+        return nothing, nothing
+    chunk = _CHUNK_CPU if current.is_cpu else _CHUNK_ACCELERATOR
+    num_blocks = min(blocks, max(1, chunk // (rows * inputs)))
+    num_heads = min(heads, max(1, chunk // (blocks * rows * inputs))) if num_blocks == blocks else 1
+    part_numel = num_heads * num_blocks * rows * inputs
+    d_buffer, z_buffer = scratch(2 * part_numel, dtype, current.device).split(part_numel)
+    squares, crosses = [], []
+    with full_precision(current.device):
+        for now, z in zip(_parts(current, num_heads, num_blocks), _parts(start, num_heads, num_blocks), strict=True):
+            d = d_buffer[: now.numel()].view(now.shape)
+            if z.dtype != dtype:
+                z = z_buffer[: now.numel()].view(now.shape).copy_(z)
+            if now.dtype == dtype:
+                torch.sub(now, z, out=d)
+            else:
+                d.copy_(now).sub_(z)
+            d, z = d.view(-1, rows, inputs), z.reshape(-1, rows, inputs)
+            squares.append(torch.bmm(d, d.mT))
+            crosses.append(torch.bmm(d, z.mT))
+    shape = heads, blocks, rows, rows
+    return torch.cat(squares).view(shape), torch.cat(crosses).view(shape)
+
+
+def _parts(tensor: Tensor, num_heads: int, num_blocks: int) -> list[Tensor]:
+    """Cut into runs of heads, or one head each into runs of blocks."""
+    by_head = list(tensor.split(num_heads))
+    if num_blocks >= tensor.shape[1]:
+        return by_head
+    return [part for head in by_head for part in head.split(num_blocks, 1)]
