@@ -6,7 +6,7 @@ dimensions that do not rotate the same holds for any invertible matrix M and its
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,7 +57,7 @@ def gauge(
 def gauged(
     parameters: dict[str, nn.Parameter], routes: Routes, layer: AttentionLayer, **geometry: Any
 ) -> Iterator[None]:
-    """Change queries and keys of one attention module by a random gauge for each key-value group, then put them back."""
+    """Change queries and keys of one attention module by a random gauge for each key-value group, for a while."""
     generator = torch.Generator().manual_seed(0)
     groups = layer.num_key_value_heads
     pairs = [gauge(layer, generator, **geometry) for _ in range(groups)]
@@ -101,7 +101,7 @@ def attention_output(model: nn.Module, inputs: dict[str, Any], module: str) -> T
     return seen[0]
 
 
-def sharpen(parameters: dict[str, nn.Parameter], routes: Routes, factor: float = 5.0) -> None:
+def sharpen(parameters: dict[str, nn.Parameter], routes: Iterable[Route], factor: float = 5.0) -> None:
     """Scale queries and keys, so that attention is far from uniform (fresh weights are small)."""
     for route in routes:
         if route.kind != "norm":

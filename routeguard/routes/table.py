@@ -186,8 +186,8 @@ _BY_TYPE: dict[str, Architecture] = {name: row for row in _ROWS for name in row.
 
 
 def architecture_of(model_type: str, outer_model_type: str = "") -> tuple[Architecture, bool]:
-    """The row for a model type and whether it (or its wrapper) has one of its own."""
-    for name in (model_type, outer_model_type):
+    """The row for a model type, and whether there is one. A wrapper's own row goes before its decoder's."""
+    for name in (outer_model_type, model_type):
         if name in _BY_TYPE:
             return _BY_TYPE[name], True
     return DEFAULT, False
