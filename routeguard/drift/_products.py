@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -117,26 +118,36 @@ def _inner(current: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
     num_heads = min(heads, max(1, chunk // (blocks * rows * inputs))) if num_blocks == blocks else 1
     part_numel = num_heads * num_blocks * rows * inputs
     d_buffer, z_buffer = scratch(2 * part_numel, dtype, current.device).split(part_numel)
-    squares, crosses = [], []
+    squares, crosses, d = [], [], d_buffer
     with full_precision(current.device):
         for now, z in zip(_parts(current, num_heads, num_blocks), _parts(start, num_heads, num_blocks), strict=True):
-            d = d_buffer[: now.numel()].view(now.shape)
+            if d.shape != now.shape:
+                d, wide_z = _like(now, d_buffer), _like(now, z_buffer)
+                d_columns = d.mT
             if z.dtype != dtype:
-                z = z_buffer[: now.numel()].view(now.shape).copy_(z)
+                z = wide_z.copy_(z)
             if now.dtype == dtype:
                 torch.sub(now, z, out=d)
             else:
                 d.copy_(now).sub_(z)
-            d, z = d.view(-1, rows, inputs), z.reshape(-1, rows, inputs)
-            squares.append(torch.bmm(d, d.mT))
+            squares.append(torch.bmm(d, d_columns))
             crosses.append(torch.bmm(d, z.mT))
     shape = heads, blocks, rows, rows
     return torch.cat(squares).view(shape), torch.cat(crosses).view(shape)
 
 
-def _parts(tensor: Tensor, num_heads: int, num_blocks: int) -> list[Tensor]:
-    """Cut into runs of heads, or one head each into runs of blocks."""
-    by_head = list(tensor.split(num_heads))
-    if num_blocks >= tensor.shape[1]:
-        return by_head
-    return [part for head in by_head for part in head.split(num_blocks, 1)]
+def _parts(tensor: Tensor, num_heads: int, num_blocks: int) -> Sequence[Tensor]:
+    """Cut into runs of heads, or into single heads and those into runs of blocks; each part `[n, rows, inputs]`."""
+    if num_heads > 1:
+        return [part.flatten(0, 1) for part in tensor.split(num_heads)]
+    by_head = tensor.unbind()
+    return by_head if num_blocks >= tensor.shape[1] else [part for head in by_head for part in head.split(num_blocks)]
+
+
+def _like(part: Tensor, buffer: Tensor) -> Tensor:
+    """The start of a flat buffer in the shape of a part, with the rows of a block as far apart as in the part."""
+    blocks, rows, inputs = part.shape
+    flat = buffer[: part.numel()]
+    if part.stride(0) < part.stride(1):
+        return flat.view(rows, blocks, inputs).transpose(0, 1)
+    return flat.view(blocks, rows, inputs)
