@@ -105,7 +105,7 @@ def adapter_drift(
         scale = float(layer.scaling[adapter])
         moved += scale * ((b - b0) @ a + b0 @ (a - a0))
         start = start + scale * (b0 @ a0)
-    return float(moved.double().square().sum()), float(start.double().square().sum())
+    return float(torch.linalg.vector_norm(moved)) ** 2, float(torch.linalg.vector_norm(start)) ** 2
 
 
 def _initial(group: Sequence[Held], reference: Reference, part: str, adapter: str) -> Tensor | None:

@@ -155,16 +155,19 @@ def _refuse_other_roles(routes: Routes) -> None:
 
 
 def _refuse_not_finite(held: Sequence[Held], reference: Reference) -> None:
-    bad = [
-        f"{p.name} in the model" for p in held if not take_rows(p.parameter.detach(), p.rows, p.dim).isfinite().all()
-    ]
-    bad += [f"{name} in the reference" for name, values in reference.tensors.items() if not values.isfinite().all()]
+    bad = [f"{p.name} in the model" for p in held if not _finite(take_rows(p.parameter.detach(), p.rows, p.dim))]
+    bad += [f"{name} in the reference" for name, values in reference.tensors.items() if not _finite(values)]
     if bad:
         more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
         raise ValueError(
             f"NaN or infinite routing weights: {', '.join(bad[:4])}{more}; "
             "a run that diverged cannot be repaired by its queries and keys, use an earlier checkpoint"
         )
+
+
+def _finite(values: Tensor) -> bool:
+    """A NaN or an infinity makes the sum not finite; such a sum (it may have overflowed) gets a closer look."""
+    return bool(values.sum(dtype=torch.float32).isfinite()) or bool(values.isfinite().all())
 
 
 def _new_values(
@@ -249,7 +252,7 @@ def _drift_before(
 def _base_drift(piece: Held, route: Route, reference: Reference) -> tuple[float, float]:
     start = reference.values(piece.canonical, route.rows, route.dim).float()
     tuned = take_rows(piece.parameter.detach(), route.rows, route.dim).float().cpu()
-    return float((tuned - start).double().square().sum()), float(start.double().square().sum())
+    return float(torch.linalg.vector_norm(tuned - start)) ** 2, float(torch.linalg.vector_norm(start)) ** 2
 
 
 def _changed_bytes(change: _Change) -> int:
