@@ -9,6 +9,10 @@ from routeguard.routes.collection import Kind, Role, Rows, merge_rows
 from routeguard.routes.config import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, Config, first
 
 
+class UnknownLayoutError(ValueError):
+    """The table does not describe this model (the probe may): not a refusal of what it is."""
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """One parameter as seen from outside: full name, logical shape, dtype name."""
@@ -143,17 +147,17 @@ def num_heads(block: Block, q_rows: int) -> int:
         return int(heads)
     width = first(config, HEAD_DIM)
     if width is None:
-        raise ValueError(
+        raise UnknownLayoutError(
             f"the config of model type {config.get('model_type')!r} names neither a number of heads "
             f"({', '.join(NUM_HEADS)}) nor a head width ({', '.join(HEAD_DIM)})"
         )
     return q_rows // int(width)
 
 
-def mismatch(block: Block, name: str, rows: int, expected: str) -> ValueError:
+def mismatch(block: Block, name: str, rows: int, expected: str) -> UnknownLayoutError:
     """The tensors contradict the config or the table."""
     width = first(block.config, HEAD_DIM)
-    return ValueError(
+    return UnknownLayoutError(
         f"{block.module}.{name} has {rows} rows, which is not {expected} "
         f"(layer {block.layer}, head_dim {width}, hidden size {first(block.config, HIDDEN_SIZE)}); "
         "the table of architectures does not describe this model: register a row with routeguard.register_architecture"

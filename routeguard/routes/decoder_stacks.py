@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from routeguard.routes.block import Block, TensorInfo
+from routeguard.routes.block import Block, TensorInfo, UnknownLayoutError
 from routeguard.routes.config import Config
 
 Layers = dict[int, dict[str, TensorInfo]]  # layer index to {name inside the layer: tensor}
@@ -56,7 +56,7 @@ def decoder_layers(tensors: Mapping[str, TensorInfo], num_layers: int, stack_suf
         if len(attending) > 1:
             attending = {s: layers for s, layers in attending.items() if enough(len(layers), num_layers)} or attending
     if len(attending) > 1:
-        raise ValueError(
+        raise UnknownLayoutError(
             f"several stacks of layers could be the text decoder: {sorted(attending)}; register a row that names "
             "them in `stacks` (routeguard.register_architecture)"
         )
@@ -86,7 +86,9 @@ def _concatenated(stacks: Mapping[str, Layers], suffixes: Iterable[str]) -> Laye
     for suffix in suffixes:
         found = [stack for stack in stacks if stack == suffix or stack.endswith(f".{suffix}")]
         if len(found) != 1:
-            raise ValueError(f"the table expects one stack of layers named {suffix!r}; the model has {sorted(stacks)}")
+            raise UnknownLayoutError(
+                f"the table expects one stack of layers named {suffix!r}; the model has {sorted(stacks)}"
+            )
         offset = len(joined)
         joined.update({offset + i: stacks[found[0]][index] for i, index in enumerate(sorted(stacks[found[0]]))})
     return joined

@@ -59,7 +59,9 @@ def _heads(geometry: object) -> str:
     from routeguard.routes.collection import AttentionLayer
 
     assert isinstance(geometry, AttentionLayer)
-    rotary = f"rotary {geometry.rotary_dim} {geometry.rotary_pairing}" if geometry.rotary_dim else "no rotary"
+    rotary = f", rotary {geometry.rotary_dim} {geometry.rotary_pairing}" if geometry.rotary_dim else ", no rotary"
+    if geometry.product_obstacle and "probe" in geometry.product_obstacle:
+        rotary = ""  # not known
     norm = ", QK-norm" if geometry.qk_norm else ""
     heads = f"{geometry.num_heads} query heads, {geometry.num_key_value_heads} key heads"
-    return f"{heads}, width {geometry.head_dim}, {rotary}{norm}"
+    return f"{heads}, width {geometry.head_dim}{rotary}{norm}"

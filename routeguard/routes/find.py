@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from routeguard.routes.block import UnknownLayoutError
 from routeguard.routes.collection import ROUTING_ROLES, Role, Routes
 from routeguard.routes.notes import warn_if_pure_softmax
 from routeguard.routes.resolve import resolve
@@ -30,7 +31,7 @@ def find_routes(
     Args:
         model: an `nn.Module` (PEFT-wrapped, compiled, FSDP-renamed or multimodal as well; the meta device is fine), or
             the path of a checkpoint folder with `config.json` and safetensors. A path is read without torch, and
-            the names are those on disk.
+            the names are those on disk. Code in the folder never runs, so there is nothing to trust.
         layers: narrow to these decoder layer indices (a ranking's first k, for instance). Default: all full ones.
         roles: "query", "key", and for ablations "value" and "output". Default: query and key.
         norms: also the gains of query and key norms, and other vectors that shape the logits. Default: no.
@@ -49,19 +50,20 @@ def find_routes(
     if isinstance(model, (str, PathLike)):
         if probe:
             raise ValueError("probe=True needs a model in memory; load the checkpoint first")
-        routes = _find_on_disk(Path(model), options)
+        routes = find_on_disk(Path(model), options)
     elif probe:
-        from routeguard.routes.verify import routes_from_probe
+        from routeguard.routes.from_probe import routes_from_probe
 
         routes = routes_from_probe(model, **options)
     else:
-        routes = _find_in_memory(model, options)
+        routes = find_in_memory(model, options)
     if layers is None:
         warn_if_pure_softmax(routes)
     return routes
 
 
-def _find_on_disk(path: Path, options: dict[str, Any]) -> Routes:
+def find_on_disk(path: Path, options: dict[str, Any]) -> Routes:
+    """`find_routes` for a checkpoint folder, without the warning about pure softmax models. No code from it runs."""
     from routeguard.routes.on_disk import checkpoint_config, checkpoint_tensors
 
     if not path.is_dir():
@@ -69,11 +71,28 @@ def _find_on_disk(path: Path, options: dict[str, Any]) -> Routes:
     return resolve(checkpoint_config(path), checkpoint_tensors(path), **options)
 
 
-def _find_in_memory(model: nn.Module, options: dict[str, Any]) -> Routes:
+def find_in_memory(model: nn.Module, options: dict[str, Any]) -> Routes:
+    """`find_routes` for a module, without the warning about pure softmax models."""
     from routeguard.routes.in_memory import model_config, model_tensors
 
-    routes = resolve(model_config(model), model_tensors(model), **options)
+    try:
+        routes = resolve(model_config(model), model_tensors(model), **options)
+    except UnknownLayoutError as unknown:
+        return _find_by_probe(model, options, unknown)
     return replace(routes, num_model_parameters=_num_parameters(model, routes.num_model_parameters))
+
+
+def _find_by_probe(model: nn.Module, options: dict[str, Any], unknown: UnknownLayoutError) -> Routes:
+    """The probe's answer where the table has none; the table's complaint if the probe cannot run either."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise unknown
+    from routeguard.routes.from_probe import routes_from_probe
+
+    try:
+        routes = routes_from_probe(model, **options)
+    except Exception as error:
+        raise ValueError(f"{unknown}\nThe autograd probe did not help: {error}") from error
+    return replace(routes, notes=(*routes.notes, f"the table was not used: {unknown}"))
 
 
 def _num_parameters(model: nn.Module, logical: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from routeguard.routes.layouts import TensorInfo
+from routeguard.routes.block import TensorInfo, UnknownLayoutError
 from routeguard.routes.names import canonical_name
 
 # Parameters that adapters add inside a wrapped layer; the base parameter stays the route.
@@ -24,7 +24,7 @@ def model_config(model: nn.Module) -> dict[str, Any]:
     configs: list[Any] = [getattr(module, "config", None) for module in _unwrapped(model)]
     config = next((config for config in configs if hasattr(config, "to_dict")), None)
     if config is None:
-        raise ValueError(
+        raise UnknownLayoutError(
             f"{type(model).__name__} has no Hugging Face config, so its layers cannot be told apart; "
             "pass the transformers model (wrapped is fine), or protect parameters by hand with routeguard.protect"
         )
@@ -54,7 +54,7 @@ def model_tensors(model: nn.Module) -> dict[str, TensorInfo]:
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     tensors: dict[str, TensorInfo] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if _ADAPTER.search(name):
+        if is_adapter(name):
             continue
         owner, _, local = name.rpartition(".")
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
@@ -66,6 +66,11 @@ def model_tensors(model: nn.Module) -> dict[str, TensorInfo]:
         if canonical not in tensors or "modules_to_save" in name:
             tensors[canonical] = info
     return tensors
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter was added by an adapter (LoRA and its kin) inside a wrapped layer."""
+    return _ADAPTER.search(name) is not None
 
 
 def is_quantised(parameter: nn.Parameter) -> bool:

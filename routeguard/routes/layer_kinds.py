@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from routeguard.routes.block import UnknownLayoutError
 from routeguard.routes.config import NUM_LAYERS, Config, first
 from routeguard.routes.layer_patterns import LABEL_FIXES, PATTERNS
 from routeguard.routes.windows import window_on_all
@@ -66,6 +67,12 @@ def layer_kinds(config: Config) -> tuple[str, ...]:
     return tuple("other" if i in cross else kind for i, kind in enumerate(kinds))
 
 
+def kinds_are_stated(config: Config) -> bool:
+    """Whether the config itself says which layers attend fully, rather than nothing at all."""
+    labels = _explicit_labels(config)
+    return labels is not None or _attention_indices(config, first(config, NUM_LAYERS, 0)) is not None
+
+
 def count_layers(config: Config) -> int:
     """Number of decoder layers. Raises ValueError if the config names none."""
     count = first(config, NUM_LAYERS)
@@ -102,7 +109,7 @@ def _check_count(config: Config, labels: list[str], fixed: list[str]) -> None:
 
 def _kind(label: str) -> str:
     if label not in KIND_OF_LABEL:
-        raise ValueError(f"layer kind {label!r} is not known; known kinds: {', '.join(sorted(KIND_OF_LABEL))}")
+        raise UnknownLayoutError(f"layer kind {label!r} is not known; known kinds: {', '.join(sorted(KIND_OF_LABEL))}")
     return KIND_OF_LABEL[label]
 
 
@@ -143,7 +150,7 @@ def _refuse_unread_windows(config: Config, model_type: str) -> None:
         found = {key: value for key, value in found.items() if not key.startswith("sliding_window")}
     if found:
         stated = ", ".join(f"{key}={value!r}" for key, value in found.items())
-        raise ValueError(
+        raise UnknownLayoutError(
             f"the config of model type {model_type!r} has no layer_types, and {stated} may narrow some "
             "layers in a way that this version does not know; save the model once with transformers 5 (it writes "
             "layer_types), or register a row with `kinds` (routeguard.register_architecture)"

@@ -9,11 +9,11 @@ from math import prod
 from typing import cast
 
 from routeguard.routes.architecture import Architecture
-from routeguard.routes.block import Block, Found, Piece, TensorInfo
+from routeguard.routes.block import Block, Found, Piece, TensorInfo, UnknownLayoutError
 from routeguard.routes.collection import ROLES, ROUTING_ROLES, AttentionLayer, Role, Route, Routes
 from routeguard.routes.config import Config, first, rope_parameters, text_config
 from routeguard.routes.decoder_stacks import attention_blocks, decoder_layers
-from routeguard.routes.layer_kinds import LONG_RANGE, layer_kinds
+from routeguard.routes.layer_kinds import LONG_RANGE, kinds_are_stated, layer_kinds
 from routeguard.routes.notes import notes_on
 from routeguard.routes.table import architecture_of, is_encoder
 
@@ -37,7 +37,7 @@ def resolve(
     Raises:
         ValueError: not a decoder with full attention, or the tensors contradict the config or the table.
     """
-    wanted = _check_roles(roles)
+    wanted = check_roles(roles)
     text = text_config(config)
     model_type = str(text.get("model_type", ""))
     _refuse_non_decoders(config, text)
@@ -48,6 +48,7 @@ def resolve(
     routes: list[Route] = []
     attention: list[AttentionLayer] = []
     missing: list[int] = []
+    read_blocks: list[Block] = []
     for layer, kind in enumerate(kinds):
         if kind not in LONG_RANGE:
             continue
@@ -55,13 +56,16 @@ def resolve(
         read = [(block, found) for block in blocks for found in [_read(block, architecture)] if found is not None]
         if not read:
             missing.append(layer)
+        read_blocks += [block for block, _ in read]
         for block, found in read:
             routes += _routes(block, found, sparse=kind == "sparse")
             attention.append(_geometry(block, found, architecture, sparse=kind == "sparse"))
     if missing:
         if not (architecture.tied and routes):
-            raise ValueError(_explain_missing(model_type, missing, stacks, known))
+            raise UnknownLayoutError(_explain_missing(model_type, missing, stacks, known))
         routes, attention = _share_tied(routes, attention, missing, kinds)
+    if not known and not kinds_are_stated(text):
+        _refuse_unlike_layers(model_type, read_blocks)
     if architecture.tied:
         routes = _place_adapters(routes, kinds)
     kept = tuple(
@@ -94,7 +98,8 @@ def select_layers(routes: Routes, layers: Iterable[int]) -> Routes:
     return routes.select(layers=asked)
 
 
-def _check_roles(roles: Iterable[Role]) -> tuple[Role, ...]:
+def check_roles(roles: Iterable[Role]) -> tuple[Role, ...]:
+    """The roles as a tuple. Raises ValueError, naming the choices, for one that does not exist."""
     asked = (roles,) if isinstance(roles, str) else tuple(roles)
     unknown = [role for role in asked if role not in ROLES]
     if unknown or not asked:
@@ -222,6 +227,19 @@ def _refuse_without_full_attention(model_type: str, kinds: tuple[str, ...]) -> N
         f"{model_type!r} has no full-attention layer: its {len(kinds)} layers are {counts} "
         "('other' is linear attention, SSM, convolution or feed-forward). There is no global routing to guard"
     )
+
+
+def _refuse_unlike_layers(model_type: str, blocks: list[Block]) -> None:
+    """Layers that only look like full attention have other tensors beside the same q_proj and k_proj."""
+    signatures = {frozenset(block.tensors): block for block in blocks}
+    if len(signatures) > 1:
+        one, other = list(signatures.values())[:2]
+        odd = sorted(set(one.tensors) ^ set(other.tensors))[:6]
+        raise UnknownLayoutError(
+            f"the config of {model_type!r} does not say which layers attend fully, and they are not alike: {one.module} "
+            f"and {other.module} differ in {odd}. Register a row with `kinds` (routeguard.register_architecture), or use "
+            "find_routes(model, probe=True)"
+        )
 
 
 def _explain_missing(
