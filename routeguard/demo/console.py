@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import transformers
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from routeguard.demo import report
-from routeguard.demo.run import DemoResult, run_demo
+if TYPE_CHECKING:
+    from routeguard.demo.run import DemoResult
 
 LOG_WIDTH = 100
 
@@ -34,7 +35,9 @@ def show_demo(
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     with _no_kernel_hints(), _progress_on(console) as progress:
-        result = run_demo(folder, seeds=seeds, all_modes=all_modes, steps=steps, progress=progress)
+        from routeguard.demo import report, run
+
+        result = run.run_demo(folder, seeds=seeds, all_modes=all_modes, steps=steps, progress=progress)
     report.write_json(result, folder / "demo.json")
     drawn = report.write_plot(result, folder / "recall.png")
     console.print(report.table(result))
@@ -78,10 +81,16 @@ def _progress_on(console: Console) -> Iterator[Callable[[str, int, int], None]]:
 
 @contextmanager
 def _no_kernel_hints() -> Iterator[None]:
-    """Keep transformers' hints about faster CUDA kernels out of the demo; the model is tiny and on the CPU."""
-    before = transformers.logging.get_verbosity()
+    """Keep hints about missing CUDA or CPU kernels out of the demo; nothing here would use them."""
+    bitsandbytes = logging.getLogger("bitsandbytes")
+    before = bitsandbytes.level
+    bitsandbytes.setLevel(logging.ERROR)
+    import transformers
+
+    verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
         yield
     finally:
-        transformers.logging.set_verbosity(before)
+        transformers.logging.set_verbosity(verbosity)
+        bitsandbytes.setLevel(before)

@@ -80,7 +80,7 @@ def reasoning(
     tokenizer: PreTrainedTokenizerBase,
     *,
     num_tokens: int = 160,
-    num_samples: int = 32,
+    num_samples: int = 48,
     seed: int = 5,
 ) -> Reasoning:
     """Accuracy of the digit after `=` in fresh running sums of up to `num_tokens` tokens."""

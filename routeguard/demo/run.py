@@ -201,7 +201,7 @@ def run_demo(
         steps: optimizer steps of each fine-tuning run.
         progress: called with (what is running, steps done, steps in all).
         recall_lengths: context lengths in tokens to test recall at.
-        num_samples: contexts a length (six needles, twelve digits each).
+        num_samples: contexts a length (six needles, twelve digits each), and chains of sums of each kind.
 
     Returns:
         The rows, every one measured in this call. The same arguments give the same rows on the same machine.
@@ -219,7 +219,8 @@ def run_demo(
     def score(name: str, seed: int, model: PreTrainedModel, seconds: float = 0.0) -> Row:
         report(f"{name}: measuring", 0, 0)
         recall = {n: evaluate.recall(model, tokenizer, n, num_samples=num_samples) for n in recall_lengths}
-        return Row(name, seed, recall, evaluate.reasoning(model, tokenizer), routing_drift(model, start), seconds)
+        reasoning = evaluate.reasoning(model, tokenizer, num_samples=num_samples)
+        return Row(name, seed, recall, reasoning, routing_drift(model, start), seconds)
 
     rows: list[Row] = []
     with _threads(NUM_THREADS):
