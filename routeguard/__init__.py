@@ -34,8 +34,8 @@ _EXPORTS = {
     "lora_config": "routeguard.protect.lora_targets",
     "lora_targets": "routeguard.protect.lora_targets",
     "check_lora_coverage": "routeguard.protect.lora_targets",
-    "restore": "routeguard.restore.in_memory",
-    "restored": "routeguard.restore.in_memory",
+    "restore": "routeguard.restoration.in_memory",
+    "restored": "routeguard.restoration.in_memory",
     "read_drift": "routeguard.drift.record",
     "verify_checkpoint": "routeguard.checkpoint.verify",
 }
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from routeguard.protect.groups import low_lr, param_groups
     from routeguard.protect.lora_targets import check_lora_coverage, lora_config, lora_targets
     from routeguard.protect.modes import Anchor, Freeze, Interpolate, LowLR, QKPro, QKRestore, Track
-    from routeguard.restore.in_memory import restore, restored
+    from routeguard.restoration.in_memory import restore, restored
     from routeguard.routes.collection import AttentionLayer, Route, Routes
     from routeguard.routes.find import find_routes
     from routeguard.routes.architecture import Architecture

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from routeguard import Anchor, Interpolate, LowLR, QKPro, QKRestore, RouteGuard, Track, find_routes
-from routeguard.restore.in_memory import restore
+from routeguard.restoration.in_memory import restore
 from routeguard.drift.record import read_record
 from tests.loops import assert_moved, assert_same, routed_values, tiny
 from tests.trainers import dataset, make, parameters, run

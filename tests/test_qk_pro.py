@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from routeguard.restore.spectral import qk_pro
+from routeguard.restoration.spectral import qk_pro
 from routeguard.routes.collection import AttentionLayer
 
 NUM_HEADS, NUM_KV, WIDTH, D_MODEL = 4, 2, 3, 7

@@ -18,10 +18,10 @@ from torch import nn
 from routeguard.checkpoint import sidecar
 from routeguard.protect.held import held_parameters
 from routeguard.protect.rows import take_rows
-from routeguard.restore import reference as reference_module
-from routeguard.restore import sources
-from routeguard.restore.lookup import open_reference
-from routeguard.restore.reference import Reference, capture_reference, load_reference, save_reference
+from routeguard.restoration import reference as reference_module
+from routeguard.restoration import sources
+from routeguard.restoration.lookup import open_reference
+from routeguard.restoration.reference import Reference, capture_reference, load_reference, save_reference
 from routeguard.routes.find import find_routes
 from tests.tuned import tune
 from tests.zoo.build import build

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from routeguard.protect.modes import Interpolate, QKPro
-from routeguard.restore.in_memory import restore, restored
-from routeguard.restore.meaning import check_same_meaning, meaning_of, meaning_of_config
+from routeguard.restoration.in_memory import restore, restored
+from routeguard.restoration.meaning import check_same_meaning, meaning_of, meaning_of_config
 from routeguard.routes.collection import Route, Routes
 from routeguard.routes.find import find_routes
 from tests.tuned import assert_same, route_values, start_and_tuned, tune, values, with_rows_from

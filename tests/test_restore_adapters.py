@@ -12,8 +12,8 @@ from torch import Tensor
 
 from routeguard.protect.held import held_parameters
 from routeguard.protect.modes import Interpolate
-from routeguard.restore.in_memory import restore, restored
-from routeguard.restore.reference import capture_reference, save_reference
+from routeguard.restoration.in_memory import restore, restored
+from routeguard.restoration.reference import capture_reference, save_reference
 from routeguard.routes.find import find_routes
 from tests.tuned import assert_same, tune, values
 from tests.zoo.build import build, example_inputs

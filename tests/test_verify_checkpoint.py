@@ -21,8 +21,8 @@ from routeguard.checkpoint.row_bytes import locate_rows, read_rows, row_chunks, 
 from routeguard.checkpoint.verify import verify_checkpoint
 from routeguard.protect.held import held_parameters
 from routeguard.protect.rows import take_rows
-from routeguard.restore.in_memory import restore
-from routeguard.restore.reference import capture_reference, save_reference
+from routeguard.restoration.in_memory import restore
+from routeguard.restoration.reference import capture_reference, save_reference
 from routeguard.routes.find import find_routes
 from tests.tuned import start_and_tuned, tune
 from tests.zoo.build import build

@@ -12,7 +12,7 @@ from typing import Any
 
 from routeguard.routes.collection import Rows, dtype_bytes, merge_rows
 from routeguard.routes.names import canonical_name
-from routeguard.routes.on_disk import _DTYPES, read_header, safetensors_files
+from routeguard.routes.on_disk import DTYPE_NAMES, read_header, safetensors_files
 
 CHUNK_BYTES = 4 * 2**20
 
@@ -139,7 +139,7 @@ def _tensors_of(file: Path) -> Iterator[StoredTensor]:
     with file.open("rb") as stream:
         data_start = 8 + _header_bytes(file, stream.read(8))
     for name, entry in entries.items():
-        dtype = _DTYPES.get(entry["dtype"])
+        dtype = DTYPE_NAMES.get(entry["dtype"])
         offsets = entry.get("data_offsets")
         if not (isinstance(offsets, list) and len(offsets) == 2 and all(isinstance(n, int) for n in offsets)):
             raise ValueError(f"{file} has a malformed entry for {name!r}")

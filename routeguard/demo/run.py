@@ -21,7 +21,7 @@ from trl import SFTConfig, SFTTrainer
 
 from routeguard.demo import evaluate, tasks
 from routeguard.demo.model import WEIGHTS, load_model, load_tokenizer
-from routeguard.restore.in_memory import restored
+from routeguard.restoration.in_memory import restored
 from routeguard.routes.collection import ROUTING_ROLES, Role
 from routeguard.routes.find import find_routes
 from routeguard.training.guard import RouteGuard

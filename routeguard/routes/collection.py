@@ -19,6 +19,7 @@ Rows = tuple[tuple[int, int], ...]
 ROLES: tuple[Role, ...] = get_args(Role)
 ROUTING_ROLES: tuple[Role, ...] = ("query", "key")
 SCHEMA_VERSION = 1
+NORMALISED = "queries and keys are normalised"  # an obstacle that QK-Pro, as in the paper, does not mind
 
 _DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,

@@ -11,7 +11,7 @@ from routeguard.routes.layouts import TensorInfo
 from routeguard.routes.names import canonical_name
 
 MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
-_DTYPES = {
+DTYPE_NAMES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
     "BOOL": "bool",
@@ -42,7 +42,7 @@ def checkpoint_tensors(folder: Path) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for file in safetensors_files(folder):
         for name, entry in read_header(file).items():
-            dtype = _DTYPES.get(entry["dtype"], entry["dtype"].lower())
+            dtype = DTYPE_NAMES.get(entry["dtype"], entry["dtype"].lower())
             tensors[canonical_name(name)] = TensorInfo(name, tuple(entry["shape"]), dtype)
     return tensors
 

@@ -10,7 +10,7 @@ from typing import cast
 
 from routeguard.routes.architecture import Architecture
 from routeguard.routes.block import Block, Found, Piece, TensorInfo, UnknownLayoutError
-from routeguard.routes.collection import ROLES, ROUTING_ROLES, AttentionLayer, Role, Route, Routes
+from routeguard.routes.collection import NORMALISED, ROLES, ROUTING_ROLES, AttentionLayer, Role, Route, Routes
 from routeguard.routes.config import Config, first, rope_parameters, text_config
 from routeguard.routes.decoder_stacks import attention_blocks, decoder_layers
 from routeguard.routes.layer_kinds import LONG_RANGE, kinds_are_stated, layer_kinds
@@ -164,7 +164,7 @@ def _geometry(block: Block, found: Found, architecture: Architecture, *, sparse:
         qk_norm=found.qk_norm,
         product_obstacle=found.obstacle
         or architecture.obstacle
-        or ("queries and keys are normalised" if found.qk_norm else None),
+        or (NORMALISED if found.qk_norm else None),
         sparse=sparse,
     )
 

@@ -20,6 +20,7 @@ from routeguard.routes.architecture import (
     without_alibi,
     without_windows,
 )
+from routeguard.routes.collection import NORMALISED
 from routeguard.routes.config import Config
 from routeguard.routes.layer_kinds import KIND_OF_LABEL
 from routeguard.routes.layer_patterns import rotates
@@ -121,13 +122,13 @@ _ROWS: tuple[Architecture, ...] = (
         },
         note="keys are the values: only query rows are pure",
     ),
-    Architecture(("dory",), layout="separate", auxiliary=("sqk",), obstacle="queries and keys are normalised"),
+    Architecture(("dory",), layout="separate", auxiliary=("sqk",), obstacle=NORMALISED),
     Architecture(
         ("muse_glimmer", "muse_glimmer_text", "muse_spark", "muse_spark_text"), layout="separate",
         position=if_theta_of_layer,
-        obstacle="queries and keys are normalised",
+        obstacle=NORMALISED,
     ),
-    Architecture(("nanochat",), layout="separate", obstacle="queries and keys are normalised"),
+    Architecture(("nanochat",), layout="separate", obstacle=NORMALISED),
     Architecture(
         ("mistral_large4", "mistral_large4_text"), layout="latent", auxiliary=("softmax_scaling",),
         aliases={

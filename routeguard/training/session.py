@@ -18,8 +18,8 @@ from routeguard.protect.groups import RoutingGroups
 from routeguard.protect.held import Held, held_parameters
 from routeguard.protect.modes import Anchor, Freeze, Restoration
 from routeguard.protect.rows import take_rows
-from routeguard.restore.in_memory import restore
-from routeguard.restore.reference import Reference, save_reference
+from routeguard.restoration.in_memory import restore
+from routeguard.restoration.reference import Reference, save_reference
 from routeguard.training.log_metrics import LogWrapper
 from routeguard.training.resolution import ResolutionWatch
 from routeguard.training.run_state import DRIFT_FILE, FOLDER, REFERENCE_FILE, write_atomically, write_state

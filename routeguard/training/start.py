@@ -11,8 +11,8 @@ from torch import nn
 
 from routeguard.protect.held import Held
 from routeguard.protect.modes import Freeze, Protection
-from routeguard.restore.lookup import open_reference
-from routeguard.restore.reference import Reference, capture_reference, load_reference
+from routeguard.restoration.lookup import open_reference
+from routeguard.restoration.reference import Reference, capture_reference, load_reference
 from routeguard.training.run_state import FOLDER, REFERENCE_FILE, RunState, read_state
 
 

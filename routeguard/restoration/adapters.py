@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from routeguard.protect.held import Held, starts_at_zero
 from routeguard.protect.modes import Interpolate, QKPro, Restoration
 from routeguard.protect.rows import take_rows
-from routeguard.restore.methods import spread
-from routeguard.restore.reference import Reference
+from routeguard.restoration.methods import spread
+from routeguard.restoration.reference import Reference
 from routeguard.routes.collection import Route
 from routeguard.routes.in_memory import is_quantised
 from routeguard.routes.names import canonical_name

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from routeguard.protect.held import Held, peft_configs
 from routeguard.protect.rows import put_rows, take_rows
-from routeguard.restore.reference import Reference
-from routeguard.restore.sources import ReferenceSource, Source, as_source
+from routeguard.restoration.reference import Reference
+from routeguard.restoration.sources import ReferenceSource, Source, as_source
 from routeguard.routes.collection import Route, Rows, merge_rows
 from routeguard.routes.in_memory import is_quantised
 from routeguard.routes.names import canonical_name

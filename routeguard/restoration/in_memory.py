@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from routeguard.protect.held import Held, held_parameters
 from routeguard.protect.modes import Interpolate, QKPro, QKRestore, Restoration, as_restoration
 from routeguard.protect.rows import put_rows, take_rows
-from routeguard.restore.adapters import adapted_modules, adapter_drift, refuse_merged, restored_adapter
-from routeguard.restore.lookup import open_reference
-from routeguard.restore.meaning import check_same_meaning, meaning_of
-from routeguard.restore.methods import interpolated, qk_pro_values
-from routeguard.restore.reference import Reference, refuse_unreadable
-from routeguard.restore.report import LayerRestore, RestoreReport
-from routeguard.restore.sources import ReferenceSource
+from routeguard.restoration.adapters import adapted_modules, adapter_drift, refuse_merged, restored_adapter
+from routeguard.restoration.lookup import open_reference
+from routeguard.restoration.meaning import check_same_meaning, meaning_of
+from routeguard.restoration.methods import interpolated, qk_pro_values
+from routeguard.restoration.reference import Reference, refuse_unreadable
+from routeguard.restoration.report import LayerRestore, RestoreReport
+from routeguard.restoration.sources import ReferenceSource
 from routeguard.routes.collection import ROUTING_ROLES, Role, Route, Routes
 from routeguard.routes.find import find_routes
 from routeguard.routes.in_memory import is_quantised

@@ -10,11 +10,10 @@ from torch import Tensor
 from routeguard.protect.held import Held
 from routeguard.protect.modes import QKPro
 from routeguard.protect.rows import put_rows, take_rows
-from routeguard.restore.reference import Reference
-from routeguard.routes.collection import AttentionLayer, Route, Routes
+from routeguard.restoration.reference import Reference
+from routeguard.routes.collection import NORMALISED, AttentionLayer, Route, Routes
 from routeguard.routes.names import canonical_name
 
-_NORMALISED = "queries and keys are normalised"
 
 
 def interpolated(tuned: Tensor, start: Tensor, alpha: float) -> tuple[Tensor, float]:
@@ -42,7 +41,7 @@ def qk_pro_values(
     Raises:
         ValueError: a layer where the product of the weights is not the logit (MLA, a convolution, borrowed keys).
     """
-    from routeguard.restore.spectral import qk_pro
+    from routeguard.restoration.spectral import qk_pro
 
     by_name = {piece.name: piece for piece in held}
     whole: dict[str, Tensor] = {}
@@ -53,7 +52,7 @@ def qk_pro_values(
     for layer in dict.fromkeys(route.layer for route in routes):
         geometry = routes.geometry(layer)
         _refuse_undefined(geometry)
-        if geometry.product_obstacle == _NORMALISED:
+        if geometry.product_obstacle == NORMALISED:
             notes.append(layer)
         query = _gather_names([r for r in routes if r.layer == layer and r.role == "query"], geometry)
         key = _gather_names([r for r in routes if r.layer == layer and r.role == "key"], geometry)
@@ -73,7 +72,7 @@ def qk_pro_values(
         )
         _scatter(query, new, whole)
     text = (
-        f"layers {notes}: queries and keys are normalised, so their product is not quite the logit (as in the paper)",
+        f"layers {notes}: {NORMALISED}, so their product is not quite the logit (as in the paper)",
     )
     return (
         {piece.name: take_rows(whole[piece.name], piece.rows, piece.dim) for piece in held},
@@ -82,7 +81,7 @@ def qk_pro_values(
 
 
 def _refuse_undefined(geometry: AttentionLayer) -> None:
-    if geometry.product_obstacle not in (None, _NORMALISED):
+    if geometry.product_obstacle not in (None, NORMALISED):
         raise ValueError(
             f"QK-Pro is not defined for layer {geometry.layer} ({geometry.module}): {geometry.product_obstacle}, so "
             "the product of its query and key weights is not the logit. Use method='qk' or 'interpolate' there, or "

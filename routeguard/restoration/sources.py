@@ -21,8 +21,8 @@ from routeguard.checkpoint.row_bytes import (
 )
 from routeguard.checkpoint.sidecar import sidecar_in
 from routeguard.protect.rows import take_rows
-from routeguard.restore.meaning import meaning_of, meaning_of_config
-from routeguard.restore.reference import Reference, load_reference, refuse_without_local_values
+from routeguard.restoration.meaning import meaning_of, meaning_of_config
+from routeguard.restoration.reference import Reference, load_reference, refuse_without_local_values
 from routeguard.routes.collection import ROLES, Route, Rows
 from routeguard.routes.in_memory import is_quantised, model_config, model_tensors
 from routeguard.routes.layouts import TensorInfo
@@ -47,7 +47,7 @@ class Source:
         shapes: canonical name to shape of every tensor that can be read.
         read: `(canonical name, rows, dim)` to the rows, concatenated along `dim`, copied to the CPU.
         routes: the source's own routes of every role and kind, with canonical names; read only when names do not match.
-        meaning: facts of `restore.meaning`, empty if unknown.
+        meaning: facts of `restoration.meaning`, empty if unknown.
         notes: for the report.
     """
 

@@ -29,7 +29,7 @@ from routeguard.checkpoint.sidecar import (
 )
 from routeguard.protect.held import Held
 from routeguard.protect.rows import take_rows
-from routeguard.restore.meaning import meaning_of
+from routeguard.restoration.meaning import meaning_of
 from routeguard.routes.collection import Route, Rows
 from routeguard.routes.in_memory import is_quantised
 
@@ -43,7 +43,7 @@ class Reference:
             the CPU. Names that share storage share one tensor.
         rows: canonical name to `(start, stop)` ranges in the whole parameter, None for all of it.
         dims: canonical name to the dimension that the rows index.
-        meaning: facts that give queries and keys their meaning (`restore.meaning`); empty if unknown.
+        meaning: facts that give queries and keys their meaning (`restoration.meaning`); empty if unknown.
         origin: where the values come from, for people ("live weights at step 0", a path).
         routes: canonical name to the routes that the parameter carries, as the model had them.
         notes: what was left out or converted, for the report.
