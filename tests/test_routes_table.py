@@ -131,3 +131,12 @@ def test_value_rows_are_those_of_the_probe() -> None:
             for row in range(start, stop)
         }
         assert found == expected, name
+
+
+def test_documentation_page_is_current() -> None:
+    from pathlib import Path
+
+    from routeguard.routes.document import document
+
+    page = Path(__file__).parent.parent / "docs" / "architectures.md"
+    assert page.read_text() == document(), "run: python -m routeguard.routes.document > docs/architectures.md"

@@ -67,7 +67,8 @@ class Architecture:
         tied: full layers without tensors of their own use those of an earlier one.
         auxiliary: parameters of the attention module (or modules in it) that shape the logits besides queries and keys:
             learned sinks, relative biases, temperatures. Routes of kind "norm".
-        aliases: what checkpoints call a tensor or submodule of the attention module, to its name in the module.
+        aliases: what a checkpoint (or an unusual module) calls a tensor or submodule of attention, to the name that the
+            layout reads, for example {"seek": "q_proj", "offer": "k_proj"}.
         stacks: containers of decoder layers, in order, for models with several stacks; () finds the only one.
         obstacle: why the weights' product is not the logit, if the layout does not say it.
         note: one line for the summary and the docs.

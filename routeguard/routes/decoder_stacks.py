@@ -24,20 +24,22 @@ _NOT_SELF_ATTENTION = re.compile(
     r"(^|\.)(cross_?attn\w*|cross_?attention|encoder_attn|encoder_decoder_attention|EncDecAttention|crossattention|linear_attn|"
     r"indexer|compressor|adapter|mamba|conv|short_conv|mlstm_layer|mlp|moe|feed_forward|block_sparse_moe)(\.|$)"
 )
+# What tells an attention module: the projection of its queries, or of more than those.
 _MARKERS = (
-    "q_proj", "q_proj.linear", "qkv_proj.q_proj", "wq_du", "to_q", "Wq", "wq", "query", "attention.query", "project_q",
-    "q_b_proj", "q_gate_proj", "wq_b", "qkv_proj", "Wqkv", "query_key_value", "c_attn", "att_proj", "gqkv_proj",
-    "kv_proj",
+    "q_proj", "q_proj.linear", "qkv_proj.q_proj", "Wq", "query", "attention.query", "project_q", "q_b_proj",
+    "q_gate_proj", "qkv_proj", "Wqkv", "query_key_value", "c_attn", "att_proj", "gqkv_proj", "kv_proj",
 )  # fmt: skip
-_MARKER = re.compile(rf"^(?P<module>.*?)\.?(?<![\w])(?:{'|'.join(re.escape(m) for m in _MARKERS)})\.weight$")
 
 
-def decoder_layers(tensors: Mapping[str, TensorInfo], num_layers: int, stack_suffixes: tuple[str, ...] = ()) -> Layers:
+def decoder_layers(
+    tensors: Mapping[str, TensorInfo], num_layers: int, stack_suffixes: tuple[str, ...], aliases: Mapping[str, str]
+) -> Layers:
     """Tensors of each decoder layer; towers beside the decoder stay out.
 
     Args:
         tensors: canonical parameter name to tensor.
         num_layers: how many layers the config gives the decoder; a checkpoint may hold more (token-prediction heads).
+        aliases: as for `attention_blocks`.
         stack_suffixes: containers to take, in order, for models that name them in the table; () finds the only one.
 
     Raises:
@@ -51,7 +53,11 @@ def decoder_layers(tensors: Mapping[str, TensorInfo], num_layers: int, stack_suf
     if stack_suffixes:
         return _concatenated(stacks, stack_suffixes)
     candidates = {stack: layers for stack, layers in stacks.items() if not _NOT_THE_DECODER.search(stack)} or stacks
-    attending = {stack: layers for stack, layers in candidates.items() if any(map(_markers, layers.values()))}
+    attending = {
+        stack: layers
+        for stack, layers in candidates.items()
+        if any(_modules(layer, aliases) for layer in layers.values())
+    }
     for enough in (int.__ge__, int.__eq__):
         if len(attending) > 1:
             attending = {s: layers for s, layers in attending.items() if enough(len(layers), num_layers)} or attending
@@ -70,7 +76,7 @@ def attention_blocks(
 
     `aliases`: what a tensor or submodule is called in checkpoints, to its name in the module.
     """
-    modules = [match["module"] for name in _markers(tensors) for match in [_MARKER.match(name)] if match is not None]
+    modules = _modules(tensors, aliases)
     outermost = [m for m in dict.fromkeys(modules) if not any(m.startswith(f"{o}.") for o in modules if o != m)]
     blocks = []
     for module in outermost:
@@ -94,8 +100,16 @@ def _concatenated(stacks: Mapping[str, Layers], suffixes: Iterable[str]) -> Laye
     return joined
 
 
-def _markers(tensors: Mapping[str, TensorInfo]) -> list[str]:
-    return [name for name in tensors if _MARKER.match(name) and not _NOT_SELF_ATTENTION.search(name)]
+def _modules(tensors: Mapping[str, TensorInfo], aliases: Mapping[str, str]) -> list[str]:
+    """The module of each tensor that tells an attention module, in order."""
+    markers = (*_MARKERS, *(alias for alias, target in aliases.items() if target in _MARKERS))
+    endings = sorted((f".{marker}.weight" for marker in markers), key=len, reverse=True)
+    modules = []
+    for name in tensors:
+        ending = next((ending for ending in endings if f".{name}".endswith(ending)), None)
+        if ending is not None and not _NOT_SELF_ATTENTION.search(name):
+            modules.append(f".{name}".removesuffix(ending).removeprefix("."))
+    return modules
 
 
 def _in_module(name: str, aliases: Mapping[str, str]) -> str:

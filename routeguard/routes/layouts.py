@@ -45,6 +45,7 @@ from routeguard.routes.layouts_odd import (
     jetmoe,
     masked_by_values,
     mixed_qk,
+    on_top_of,
     shared_block_adapters,
 )
 
@@ -127,23 +128,28 @@ def separate_or_fused(block: Block) -> Found | None:
     return separate(block) or fused_blocks(block)
 
 
+def gated_fused_or_separate(block: Block) -> Found | None:
+    """Separate projections in memory, `[gate | q | k | v]` in checkpoints."""
+    return gated_fused(block) or separate(block)
+
+
 LAYOUTS: dict[str, Layout] = {
     "automatic": automatic,
     "separate": separate,
     "latent": latent,
-    "fused_blocks": fused_blocks,
     "separate_or_fused": separate_or_fused,
+    "gated_fused": gated_fused_or_separate,
+    "fused_blocks": fused_blocks,
     "fused_columns": fused_columns,
     "fused_per_head": fused_per_head,
     "fused_per_group": fused_per_group,
     "falcon": falcon,
     "gpt_bigcode": gpt_bigcode,
     "codegen": codegen,
-    "gated_fused": lambda block: gated_fused(block) or separate(block),
     "compressed": compressed,
     "jetmoe": jetmoe,
-    "masked_by_values": lambda block: masked_by_values(block, separate),
-    "mixed_qk": lambda block: mixed_qk(block, separate),
-    "convolved_keys": lambda block: convolved_keys(block, separate),
-    "shared_block_adapters": lambda block: shared_block_adapters(block, separate),
+    "masked_by_values": on_top_of(separate, masked_by_values),
+    "mixed_qk": on_top_of(separate, mixed_qk),
+    "convolved_keys": on_top_of(separate, convolved_keys),
+    "shared_block_adapters": on_top_of(separate, shared_block_adapters),
 }

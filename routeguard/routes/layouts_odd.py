@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from routeguard.routes.block import Block, Found, Layout, Piece, with_bias
 from routeguard.routes.config import HEAD_DIM, NUM_HEADS, first
 
@@ -103,3 +105,13 @@ def shared_block_adapters(block: Block, base: Layout) -> Found | None:
         if name.startswith(("linear_q_adapter_list.", "linear_k_adapter_list."))
     ]
     return found.extended(extra, obstacle="adapters add to the projections" if extra else None)
+
+
+def on_top_of(base: Layout, layout: Callable[[Block, Layout], Found | None]) -> Layout:
+    """A layout that extends what another one finds."""
+
+    def extended(block: Block) -> Found | None:
+        return layout(block, base)
+
+    extended.__doc__ = layout.__doc__
+    return extended

@@ -44,7 +44,7 @@ def resolve(
     architecture, known = architecture_of(model_type, str(text.get("outer_model_type", "")))
     kinds = tuple((architecture.kinds or layer_kinds)(text))
     _refuse_without_full_attention(model_type, kinds)
-    stacks = decoder_layers(tensors, len(kinds), architecture.stacks)
+    stacks = decoder_layers(tensors, len(kinds), architecture.stacks, architecture.aliases)
     routes: list[Route] = []
     attention: list[AttentionLayer] = []
     missing: list[int] = []
@@ -162,9 +162,7 @@ def _geometry(block: Block, found: Found, architecture: Architecture, *, sparse:
         rotary_offset=found.rotary_offset,
         rotary_pairing=architecture.pairing,
         qk_norm=found.qk_norm,
-        product_obstacle=found.obstacle
-        or architecture.obstacle
-        or (NORMALISED if found.qk_norm else None),
+        product_obstacle=found.obstacle or architecture.obstacle or (NORMALISED if found.qk_norm else None),
         sparse=sparse,
     )
 
@@ -236,9 +234,10 @@ def _refuse_unlike_layers(model_type: str, blocks: list[Block]) -> None:
         one, other = list(signatures.values())[:2]
         odd = sorted(set(one.tensors) ^ set(other.tensors))[:6]
         raise UnknownLayoutError(
-            f"the config of {model_type!r} does not say which layers attend fully, and they are not alike: {one.module} "
-            f"and {other.module} differ in {odd}. Register a row with `kinds` (routeguard.register_architecture), or use "
-            "find_routes(model, probe=True)"
+            f"the config of {model_type!r} does not say which layers attend fully, and "
+            "they are not alike: "
+            f"{one.module} and {other.module} differ in {odd}. Register a row with `kinds` "
+            "(routeguard.register_architecture), or use find_routes(model, probe=True)"
         )
 
 

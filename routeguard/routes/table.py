@@ -44,7 +44,8 @@ def _hrm_kinds(config: Config) -> tuple[str, ...]:
     return ("full",) * (2 * int(config.get("num_layers_per_stack") or config["num_hidden_layers"]))
 
 
-_SINKS = ("sinks", "attn_sink", "learnable_sink_param", "softmax_offset", "attention_sink_bias")
+_SINKS = ("sinks",)
+_SINK_NAMES = dict.fromkeys(("learnable_sink_param", "softmax_offset", "attention_sink_bias"), "sinks")
 
 _ROWS: tuple[Architecture, ...] = (
     # -- hybrids -------------------------------------------------------------------------------------------------
@@ -118,7 +119,7 @@ _ROWS: tuple[Architecture, ...] = (
             "wq_a": "q_a_proj", "wq_b": "q_b_proj", "q_norm": "q_a_norm", "wkv": "kv_proj", "norm": "kv_norm",
             "wo_a": "o_a_proj", "wo_b": "o_b_proj", "compressor.wkv": "compressor.kv_proj",
             "compressor.wgate": "compressor.gate_proj", "compressor.ape": "compressor.position_bias",
-            "compressor.norm": "compressor.kv_norm",
+            "compressor.norm": "compressor.kv_norm", "attn_sink": "sinks",
         },
         note="keys are the values: only query rows are pure",
     ),
@@ -149,9 +150,9 @@ _ROWS: tuple[Architecture, ...] = (
         ("molmo2", "molmo2_text"), layout="separate_or_fused", aliases={"attn_out": "o_proj"},
         note="checkpoints fuse the projections",
     ),
-    Architecture(("hy_v4", "hy_v4_vl", "hy_v4_vl_text"), auxiliary=_SINKS),
+    Architecture(("hy_v4", "hy_v4_vl", "hy_v4_vl_text"), auxiliary=_SINKS, aliases=_SINK_NAMES),
     # -- plain projections with a learned sink in the softmax ----------------------------------------------------
-    Architecture(("gpt_oss", "mimo_v2_flash"), auxiliary=_SINKS),
+    Architecture(("gpt_oss", "mimo_v2_flash"), auxiliary=_SINKS, aliases=_SINK_NAMES),
     # -- plain projections, position embeddings that differ ------------------------------------------------------
     Architecture(("gptj",), layout="separate", pairing="interleaved"),
     Architecture(
@@ -165,7 +166,9 @@ _ROWS: tuple[Architecture, ...] = (
     Architecture(
         ("cohere2", "afmoe", "beam"), layout="separate", position=never, note="full layers do not rotate"
     ),
-    Architecture(("flint",), position=never, auxiliary=_SINKS, note="full layers do not rotate"),
+    Architecture(
+        ("flint",), position=never, auxiliary=_SINKS, aliases=_SINK_NAMES, note="full layers do not rotate"
+    ),
     Architecture(("cohere2_moe",), position=in_dense_prefix, note="full layers after the dense ones do not rotate"),
     Architecture(("exaone4", "exaone_moe", "kolibri1"), position=without_windows),
     Architecture(("llama4", "llama4_text"), layout="separate", pairing="interleaved", position=rotates),
