@@ -124,15 +124,6 @@ def test_squared_distance_refuses(weight: Tensor, start: Tensor, arguments: dict
         squared_distance(weight, start, **arguments)  # type: ignore[arg-type]
 
 
-def test_results_do_not_share_the_buffer_and_inference_mode_does_not_spoil_it() -> None:
-    frobenius._buffers.by_dtype.clear()
-    one, two, zero = torch.ones(8), torch.full((8,), 2.0), torch.zeros(8)
-    with torch.inference_mode():
-        first = squared_distance(one, zero)
-    second = squared_distance(two, zero)
-    assert (float(first), float(second)) == (8.0, 32.0)
-
-
 def test_autocast_changes_nothing() -> None:
     query, key, geometry = *weights(), layer(rotary_dim=4)
     now, a, b = changed(query, 1e-3), torch.randn(2, 24), torch.randn(32, 2)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from routeguard.drift.frobenius import compute_dtype, full_precision, scratch
+from routeguard.drift.frobenius import compute_dtype, full_precision
 from routeguard.routes.collection import AttentionLayer
 
 # Scalars handled at once: about one head, so that the difference is still in the cache for the inner products.
@@ -117,7 +117,7 @@ def _inner(current: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
     num_blocks = min(blocks, max(1, chunk // (rows * inputs)))
     num_heads = min(heads, max(1, chunk // (blocks * rows * inputs))) if num_blocks == blocks else 1
     part_numel = num_heads * num_blocks * rows * inputs
-    d_buffer, z_buffer = scratch(2 * part_numel, dtype, current.device).split(part_numel)
+    d_buffer, z_buffer = torch.empty(2, part_numel, dtype=dtype, device=current.device)
     squares, crosses, d = [], [], d_buffer
     with full_precision(current.device):
         for now, z in zip(_parts(current, num_heads, num_blocks), _parts(start, num_heads, num_blocks), strict=True):

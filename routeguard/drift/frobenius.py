@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -12,18 +11,10 @@ from torch import Tensor
 
 from routeguard.routes.collection import Rows
 
-# Scalars held at once. On the CPU 1 MiB of float32, so that the difference is summed while it is still in the cache;
+# Scalars held at once. On the CPU 2 MiB of float32, so that the difference is summed while it is still in the cache;
 # an accelerator wants few large launches instead.
-_CHUNK_CPU = 1 << 18
+_CHUNK_CPU = 1 << 19
 _CHUNK_ACCELERATOR = 1 << 22
-
-
-class _Buffers(threading.local):
-    def __init__(self) -> None:
-        self.by_dtype: dict[torch.dtype, Tensor] = {}
-
-
-_buffers = _Buffers()
 
 # Two tensors [n, KERNEL_COLUMNS] of one dtype to the 0-d sum of squares of their difference.
 Kernel = Callable[[Tensor, Tensor], Tensor]
@@ -64,7 +55,8 @@ def squared_distance(
         sums = [kernel(now.view(-1, KERNEL_COLUMNS), old.view(-1, KERNEL_COLUMNS)) for now, old in fused]
         blocks = [block for block in blocks if not _fits_kernel(*block)]
     pieces = [piece for block in blocks for piece in _pieces(*block)]
-    difference = buffer = scratch(max((now.numel() for now, _ in pieces), default=0), dtype, weight.device)
+    buffer = torch.empty(max((now.numel() for now, _ in pieces), default=0), dtype=dtype, device=weight.device)
+    difference = buffer
     for now, old in pieces:
         if difference.shape != now.shape:
             difference = buffer[: now.numel()].view(now.shape)
@@ -164,21 +156,6 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
                 "dequantise the weight first"
             )
     return torch.float64 if all(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-
-
-def scratch(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A flat buffer with arbitrary contents, valid until this thread asks for the next one.
-
-    On the CPU it is kept for reuse: the page faults of a fresh buffer cost a sixth of the measurement. An accelerator's
-    allocator reuses memory by itself.
-    """
-    if device.type != "cpu":
-        return torch.empty(numel, dtype=dtype, device=device)
-    kept = _buffers.by_dtype
-    if dtype not in kept or kept[dtype].numel() < numel:
-        with torch.inference_mode(False):  # an inference tensor could not be written to later, in normal mode
-            kept[dtype] = torch.empty(numel, dtype=dtype)
-    return kept[dtype][:numel]
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
