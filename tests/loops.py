@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -70,10 +68,10 @@ def state(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def assert_same(left: dict[str, Tensor], right: dict[str, Tensor], names: Iterable[str] | None = None) -> None:
-    """Every tensor (or those named) is equal bit for bit."""
+def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    """Every tensor is equal bit for bit."""
     assert left.keys() == right.keys()
-    different = [name for name in names or left if not torch.equal(left[name], right[name])]
+    different = [name for name in left if not torch.equal(left[name], right[name])]
     assert not different, f"differ: {different}"
 
 
@@ -81,7 +79,3 @@ def assert_moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
     """Every tensor differs: the positive control of tests that something stands still."""
     same = [name for name in before if torch.equal(before[name], after[name])]
     assert not same, f"did not move: {same}"
-
-
-def clone(model: nn.Module) -> Any:
-    return copy.deepcopy(model)

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from routeguard import find_routes
+from routeguard import Routes, find_routes
 from routeguard.cli.main import app, parse_layers
 from tests.loops import tiny
 from tests.zoo.build import build
@@ -33,8 +34,6 @@ def test_inspect_prints_the_table(saved: Path) -> None:
 
 
 def test_inspect_json_round_trips(saved: Path) -> None:
-    from routeguard import Routes
-
     result = runner.invoke(app, ["inspect", str(saved), "--json", "--layers", "5", "--norms"])
     assert Routes.from_json(result.output) == find_routes(saved, layers=[5], norms=True)
 
@@ -51,8 +50,6 @@ def test_inspect_needs_no_torch(saved: Path) -> None:
 
 
 def test_verify(saved: Path, tmp_path: Path) -> None:
-    import torch
-
     same = runner.invoke(app, ["verify", str(saved), "--against", str(saved)])
     assert same.exit_code == 0, same.output
     moved = tiny("lfm2")
@@ -62,8 +59,8 @@ def test_verify(saved: Path, tmp_path: Path) -> None:
     different = runner.invoke(app, ["verify", str(tmp_path / "moved"), "--against", str(saved)])
     assert different.exit_code == 1
     assert "model.layers.5.self_attn.k_proj.weight" in different.output
-    report = json.loads(runner.invoke(app, ["verify", str(tmp_path / "moved"), "--against", str(saved), "--json"]).output)
-    assert report["ok"] is False
+    as_json = runner.invoke(app, ["verify", str(tmp_path / "moved"), "--against", str(saved), "--json"])
+    assert json.loads(as_json.output)["ok"] is False
 
 
 @pytest.mark.parametrize(

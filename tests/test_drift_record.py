@@ -12,7 +12,8 @@ from routeguard.drift.record import DriftRecord, read_record
 
 
 def sample(step: int) -> DriftSample:
-    return DriftSample(step, {(2, "query"): step / 10, (2, "key"): step / 20}, {2: (0.5, 0.25)} if step % 2 == 0 else {})
+    routing = {2: (0.5, 0.25)} if step % 2 == 0 else {}
+    return DriftSample(step, {(2, "query"): step / 10, (2, "key"): step / 20}, routing)
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -37,11 +38,8 @@ def test_a_fresh_run_moves_the_old_series_aside(tmp_path: Path) -> None:
     path = tmp_path / "drift.jsonl"
     for step in (1, 2, 3):
         DriftRecord(path, {}).append([sample(step)])
-    assert [[s.step for s in read_record(p)[1]] for p in (tmp_path / "drift.1.jsonl", tmp_path / "drift.2.jsonl", path)] == [
-        [1],
-        [2],
-        [3],
-    ]
+    for name, step in (("drift.1.jsonl", 1), ("drift.2.jsonl", 2), ("drift.jsonl", 3)):
+        assert [s.step for s in read_record(tmp_path / name)[1]] == [step]
 
 
 def test_a_half_written_last_line_is_skipped_and_a_damaged_middle_is_not(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from routeguard import Anchor, Interpolate, LowLR, QKPro, QKRestore, RouteGuard, Track, find_routes
-from routeguard.restoration.in_memory import restore
 from routeguard.drift.record import read_record
+from routeguard.restoration.in_memory import restore
 from tests.loops import assert_moved, assert_same, routed_values, tiny
 from tests.trainers import dataset, make, parameters, run
 
@@ -71,7 +71,8 @@ def test_the_logit_form_is_logged_where_it_exists(tmp_path: Path) -> None:
     logged = [r for r in trainer.state.log_history if "routeguard/routing_drift" in r]
     assert [r["step"] for r in logged] == [2, 4]
     assert 0 < logged[0]["routeguard/routing_drift"] < logged[1]["routeguard/routing_drift_max"]
-    normed = run(tiny("lfm2"), tmp_path / "b", guard := RouteGuard("track"))
+    guard = RouteGuard("track")
+    normed = run(tiny("lfm2"), tmp_path / "b", guard)
     assert not any("routeguard/routing_drift" in r for r in normed.state.log_history)
     assert "factors only" in guard.summary and "normalised" in guard.summary
 
@@ -92,11 +93,15 @@ def test_restore_at_the_end_is_what_save_model_sees(tmp_path: Path) -> None:
     before = routed_values(start, find_routes(start))
     trainer = run(tiny(), tmp_path, RouteGuard(Track(), QKRestore()), save_strategy="steps", save_steps=4)
     trainer.save_model(tmp_path / "final")
-    final, last = load_file(tmp_path / "final" / "model.safetensors"), load_file(tmp_path / "checkpoint-4" / "model.safetensors")
+    final, last = (load_file(tmp_path / name / "model.safetensors") for name in ("final", "checkpoint-4"))
     assert_same(before, {n: final[n] for n in before})
-    assert_moved(before, {n: last[n] for n in before})  # the last checkpoint stays as trained, so that it can be resumed
+    # The last checkpoint stays as trained, so that it can be resumed.
+    assert_moved(before, {n: last[n] for n in before})
     free = run(tiny(), tmp_path / "b")
-    assert_same({n: p for n, p in parameters(free).items() if n not in before}, {n: p for n, p in parameters(trainer).items() if n not in before})
+    assert_same(
+        {n: p for n, p in parameters(free).items() if n not in before},
+        {n: p for n, p in parameters(trainer).items() if n not in before},
+    )
     assert any("routeguard/drift_before_restore" in r for r in trainer.state.log_history)
     assert (tmp_path / "routeguard" / "restore.json").is_file()
 
@@ -169,7 +174,7 @@ class SetsOneRate(TrainerCallback):
 
 
 def test_a_lost_learning_rate_ratio_is_noticed(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="not at 0.1 x"):
+    with pytest.raises(RuntimeError, match=r"not at 0\.1 x"):
         run(tiny(), tmp_path, RouteGuard(LowLR(0.1)), SetsOneRate(), lr_scheduler_type="constant")
 
 

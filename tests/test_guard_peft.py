@@ -49,7 +49,8 @@ def effective(model: nn.Module, name: str) -> Tensor:
 @pytest.mark.parametrize("case", TARGETS)
 def test_freeze_keeps_delta_of_held_rows_at_zero_and_leaves_the_others_free(case, sft, dtype, tmp_path: Path) -> None:
     model = adapted(case).to(dtype)
-    trainer = run(model, tmp_path, RouteGuard(), sft=sft, gradient_checkpointing=sft, average_tokens_across_devices=False)
+    settings = {"gradient_checkpointing": sft, "average_tokens_across_devices": False}
+    trainer = run(model, tmp_path, RouteGuard(), sft=sft, **settings)
     routes = find_routes(trainer.model)
     pairs = lora_pairs(trainer.model, routes)
     assert pairs
@@ -111,7 +112,9 @@ def test_anchor_scales_delta_and_not_the_shared_factor(tmp_path: Path) -> None:
     plain = make(adapted("lfm2"), tmp_path / "b", max_steps=1, lr_scheduler_type="constant", weight_decay=0.0)
     plain.train()
     for pulled, free in zip(
-        lora_pairs(trainer.model, find_routes(trainer.model)), lora_pairs(plain.model, find_routes(plain.model)), strict=True
+        lora_pairs(trainer.model, find_routes(trainer.model)),
+        lora_pairs(plain.model, find_routes(plain.model)),
+        strict=True,
     ):
         assert torch.equal(pulled.b, torch.lerp(free.b, torch.zeros_like(free.b), 1e-2 * 50.0))
         torch.testing.assert_close(pulled.a, free.a, atol=1e-3, rtol=0)
@@ -132,7 +135,8 @@ def test_drift_is_that_of_the_merged_weight(case: str, options: dict, tmp_path: 
     _, samples = read_record(tmp_path / "routeguard" / "drift.jsonl")
     for (layer, role), value in samples[-1].factors.items():
         mine = [r for r in routes if (r.layer, r.role, r.kind) == (layer, role, "weight")]
-        moved = sum((take_rows(effective(trainer.model, r.parameter) - start[r.parameter], r.rows)).square().sum() for r in mine)
+        change = {r.parameter: effective(trainer.model, r.parameter) - start[r.parameter] for r in mine}
+        moved = sum(take_rows(change[r.parameter], r.rows).square().sum() for r in mine)
         base = dict(trainer.model.named_parameters())
         whole = sum(take_rows(base[r.parameter], r.rows).square().sum() for r in mine)
         assert value == pytest.approx((moved / whole).sqrt().item(), rel=2e-3)
@@ -150,11 +154,8 @@ def test_dora_rows_and_magnitudes_are_held(tmp_path: Path) -> None:
         assert all(not d.any() for d in deltas(trainer.model).values())
     free = run(adapted("lfm2", use_dora=True), tmp_path / "free")
     held = [h for h in held_parameters(free.model, find_routes(free.model)) if h.part == "magnitude"]
-    assert all(not torch.equal(h.parameter, tiny_magnitude(h.name)) for h in held)
-
-
-def tiny_magnitude(name: str) -> Tensor:
-    return dict(adapted("lfm2", use_dora=True).named_parameters())[name]
+    start = dict(adapted("lfm2", use_dora=True).named_parameters())
+    assert all(not torch.equal(h.parameter, start[h.name]) for h in held)
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
@@ -168,7 +169,9 @@ def test_rows_of_an_adapter_with_another_start_are_refused(init: str, tmp_path: 
     assert all(torch.equal(before[n], after[n]) for n in names)
 
 
-@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"use_dora": True}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}]
+)
 def test_restore_at_the_end_puts_the_initial_adapter_back(options: dict, tmp_path: Path) -> None:
     model = adapted("lfm2", **options)
     start = {h.name: h.parameter.detach().clone() for h in held_parameters(model, find_routes(model))}
@@ -196,7 +199,8 @@ def test_other_adapters_on_whole_tensors_are_frozen(tmp_path: Path) -> None:
 
 def test_an_adapter_elsewhere_leaves_nothing_to_slow_down(tmp_path: Path) -> None:
     model = adapted("lfm2", target_modules=["v_proj"])
-    run(model, tmp_path, guard := RouteGuard("track"))
+    guard = RouteGuard("track")
+    run(model, tmp_path, guard)
     assert "no routing parameter is trainable" in guard.summary
     with pytest.raises(ValueError, match="none of them trainable"):
         make(adapted("lfm2", target_modules=["v_proj"]), tmp_path, RouteGuard("anchor"))

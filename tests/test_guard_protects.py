@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback
+from torch import Tensor, nn
+from transformers import TrainerCallback
 
 from routeguard import Anchor, LowLR, RouteGuard, Track, find_routes
 from routeguard.protect.rows import clear_rows, put_rows, take_rows
+from routeguard.routes.collection import Routes, Rows
 from tests.loops import assert_moved, assert_same, routed_values, tiny
 from tests.trainers import make, parameters, run
 
@@ -21,11 +23,6 @@ SETTINGS = {
     "no_clipping": {"max_grad_norm": 0.0},
     "sgd": {"optim": "sgd"},
 }
-
-
-def held_and_free(trainer: Trainer, before: dict[str, torch.Tensor]) -> tuple[dict, dict]:
-    routes = find_routes(trainer.model)
-    return before, routed_values(trainer.model, routes)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -48,15 +45,21 @@ def test_unguarded_the_same_rows_move(case: str, sft: bool, tmp_path: Path) -> N
     assert_moved(before, routed_values(trainer.model, find_routes(trainer.model)))
 
 
-class ZeroAndPutBack(TrainerCallback):
-    """The definition of a row freeze, written out: zero the gradient before clipping, copy the rows back after the step."""
+def starting_rows(model: nn.Module, routes: Routes) -> list[tuple[nn.Parameter, Rows | None, Tensor]]:
+    """For each routed parameter itself, its rows, and a copy of them."""
+    named, start = dict(model.named_parameters()), routed_values(model, routes)
+    return [(named[n], routes.rows_of(n), start[n]) for n in routes.parameters]
 
-    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        routes = find_routes(model)
-        named = dict(model.named_parameters())
-        self.parts = [
-            (named[n], routes.rows_of(n), take_rows(named[n].detach(), routes.rows_of(n)).clone()) for n in routes.parameters
-        ]
+
+class ZeroAndPutBack(TrainerCallback):
+    """The definition of a row freeze: zero the gradient before clipping, copy the rows back after the step."""
+
+    def __init__(self, *roles: str) -> None:
+        self.roles = roles
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.parts = starting_rows(model, find_routes(model, roles=self.roles))
+        assert all(rows is not None for _, rows, _ in self.parts)
         for parameter, rows, _ in self.parts:
             parameter.register_post_accumulate_grad_hook(lambda p, rows=rows: clear_rows(p.grad, rows))
 
@@ -69,23 +72,8 @@ class ZeroAndPutBack(TrainerCallback):
 @pytest.mark.parametrize("case", ["qwen3_next", "phi3"])
 def test_freeze_of_rows_equals_its_definition(case: str, tmp_path: Path) -> None:
     guarded = run(tiny(case), tmp_path / "a", RouteGuard(roles=["query"]))
-    plain = make(tiny(case), tmp_path / "b")
-    definition = ZeroAndPutBack()
-    routes = find_routes(plain.model, roles=["query"])
-    assert all(routes.rows_of(n) is not None for n in routes.parameters)
-    definition.on_train_begin = lambda *a, model, **k: _begin(definition, model, routes)  # query rows only, as the guard
-    plain.add_callback(definition)
-    plain.train()
+    plain = run(tiny(case), tmp_path / "b", ZeroAndPutBack("query"))
     assert_same(parameters(plain), parameters(guarded))
-
-
-def _begin(definition: ZeroAndPutBack, model, routes) -> None:
-    named = dict(model.named_parameters())
-    definition.parts = [
-        (named[n], routes.rows_of(n), take_rows(named[n].detach(), routes.rows_of(n)).clone()) for n in routes.parameters
-    ]
-    for parameter, rows, _ in definition.parts:
-        parameter.register_post_accumulate_grad_hook(lambda p, rows=rows: clear_rows(p.grad, rows))
 
 
 OPTIMS = {"adamw_torch_fused": {}, "adamw_torch": {}, "sgd": {"lr": 0.1}, "adafactor": {}}
@@ -122,11 +110,7 @@ class PullAfterStep(TrainerCallback):
         self.strength = strength
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        routes = find_routes(model)
-        named = dict(model.named_parameters())
-        self.parts = [
-            (named[n], routes.rows_of(n), take_rows(named[n].detach(), routes.rows_of(n)).clone()) for n in routes.parameters
-        ]
+        self.parts = starting_rows(model, find_routes(model))
 
     def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
         with torch.no_grad():
@@ -179,8 +163,8 @@ def test_model_init_is_frozen_again(tmp_path: Path) -> None:
 
     trainer = run(None, tmp_path, RouteGuard(), trainer_options={"model_init": init})
     assert len(made) >= 2 and trainer.model is made[-1]
-    reference = tiny()
-    assert_same(routed_values(reference, find_routes(reference)), routed_values(trainer.model, find_routes(trainer.model)))
+    start = routed_values(tiny(), find_routes(tiny()))
+    assert_same(start, routed_values(trainer.model, find_routes(trainer.model)))
 
 
 def test_a_second_train_is_guarded_too(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Trainer
 
 from routeguard import Anchor, Freeze, LowLR, RouteGuard, Track, find_routes
 from routeguard.drift.record import read_record
@@ -22,11 +23,15 @@ MODES = {"freeze": Freeze(), "low_lr": LowLR(0.1), "anchor": Anchor(20.0), "trac
 SAVING = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
 
 
-def interrupted(model, output: Path, guard: RouteGuard | None, resumed: RouteGuard | None, *, start=None, **changes):
+def interrupted(model, output: Path, guard: RouteGuard | None, resumed: RouteGuard | None) -> Trainer:
     """Four steps, forgotten; then resumed from the checkpoint at step 2 with a fresh model object."""
-    run(model, output, *([guard] if guard else []), **{**SAVING, **changes})
-    fresh = start if start is not None else tiny(model.config.model_type)
-    return run(fresh, output, *([resumed] if resumed else []), resume=str(output / "checkpoint-2"), **{**SAVING, **changes})
+    run(model, output, *([guard] if guard else []), **SAVING)
+    fresh = tiny(model.config.model_type)
+    return run(fresh, output, *([resumed] if resumed else []), resume=str(output / "checkpoint-2"), **SAVING)
+
+
+def logged_drift(trainer: Trainer) -> list[float]:
+    return [r["routeguard/drift_query"] for r in trainer.state.log_history if "routeguard/drift_query" in r]
 
 
 @pytest.mark.parametrize("case", ["lfm2", "qwen3_5_text"])  # whole tensors; gated rows
@@ -75,12 +80,11 @@ def test_a_checkpoint_made_without_the_guard_is_refused_unless_its_start_is_name
         interrupted(tiny(), tmp_path / "a", None, RouteGuard("track"))
     base = tmp_path / "base"
     tiny().save_pretrained(base)
-    for reference in ("start", str(base)):
-        again = interrupted(tiny(), tmp_path / "b", None, RouteGuard("track", reference=reference))
-        shutil.rmtree(tmp_path / "b")
-        drift = [r["routeguard/drift_query"] for r in again.state.log_history if "routeguard/drift_query" in r]
-        assert len(drift) == 2
-        (from_start := drift) if reference == "start" else (from_base := drift)
+    from_start, from_base = (
+        logged_drift(interrupted(tiny(), tmp_path / folder, None, RouteGuard("track", reference=reference)))
+        for folder, reference in (("b", "start"), ("c", str(base)))
+    )
+    assert len(from_start) == len(from_base) == 2
     assert from_start[-1] < from_base[-1]  # the base start is two steps further away
 
 
@@ -94,7 +98,6 @@ def test_a_missing_or_foreign_sidecar_is_refused(tmp_path: Path) -> None:
     sidecar.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
     with pytest.raises(ValueError, match="digest"):
         run(tiny(), tmp_path, RouteGuard("track"), resume=str(tmp_path / "checkpoint-2"), **SAVING)
-    shutil.rmtree(tmp_path / "other", ignore_errors=True)
     run(tiny(seed=1), tmp_path / "other", RouteGuard("track"), **SAVING)
     shutil.copy(tmp_path / "other" / "routeguard" / "reference.safetensors", sidecar)
     with pytest.raises(ValueError, match="is not the start that the resumed run protected"):
@@ -120,9 +123,7 @@ def test_damaged_state_is_an_error_not_a_fresh_run(tmp_path: Path) -> None:
         run(tiny(), tmp_path, RouteGuard("track"), resume=str(tmp_path / "checkpoint-2"), **SAVING)
 
 
-def second_stage(first: Path, output: Path, guard: RouteGuard):
-    from transformers import AutoModelForCausalLM
-
+def second_stage(first: Path, output: Path, guard: RouteGuard) -> Trainer:
     return run(AutoModelForCausalLM.from_pretrained(first, dtype=torch.float32), output, guard)
 
 
@@ -134,10 +135,7 @@ def test_a_second_stage_must_say_which_start_it_protects(tmp_path: Path) -> None
     now = second_stage(tmp_path / "sft", tmp_path / "rl", RouteGuard("track", reference="start"))
     assert read_state(tmp_path / "rl").stage == 2
     original = second_stage(tmp_path / "sft", tmp_path / "rl2", RouteGuard("track", reference=str(tmp_path / "sft")))
-    drift = [
-        [r["routeguard/drift_query"] for r in t.state.log_history if "routeguard/drift_query" in r][0] for t in (now, original)
-    ]
-    assert drift[1] > drift[0]
+    assert logged_drift(original)[0] > logged_drift(now)[0]
 
 
 def test_a_second_stage_of_a_frozen_run_is_unambiguous(tmp_path: Path) -> None:

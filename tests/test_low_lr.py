@@ -1,4 +1,4 @@
-"""LowLR in plain loops: bit-equal to a hand-made optimizer with two groups, or with two real parameters for row ranges."""
+"""LowLR in plain loops: bit-equal to a hand-made optimizer with two groups, or for row ranges to real parameters."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def test_row_ranges_equal_separate_parameters(optimizer: str, dtype: torch.dtype
     starts = [0, *edges]
     held = {id(p) for start, p in zip(starts, attention.q_proj.parts, strict=True) if start in {a for a, _ in rows}}
     by_hand = BY_ROW[optimizer]([p for p in plain.parameters() if id(p) not in held])
-    by_hand.add_param_group({"params": list(filter(lambda p: id(p) in held, plain.parameters())), "lr": by_hand.param_groups[0]["lr"] * 0.1})
+    by_hand.add_param_group(
+        {"params": [p for p in plain.parameters() if id(p) in held], "lr": by_hand.param_groups[0]["lr"] * 0.1}
+    )
     train(plain, by_hand, steps=3, max_norm=None)
     guarded_again = tiny("qwen3_next", dtype=dtype)
     made = BY_ROW[optimizer](guarded_again.parameters())
@@ -120,7 +122,7 @@ def test_a_changed_rate_is_noticed() -> None:
     groups = low_lr(optimizer, model, find_routes(model), scale=0.1)
     for group in optimizer.param_groups:
         group["lr"] = 1e-3
-    with pytest.raises(RuntimeError, match="learns at 1.000e-03, not at 0.1 x"):
+    with pytest.raises(RuntimeError, match=r"learns at 1\.000e-03, not at 0\.1 x"):
         groups.check()
     groups.reassert()
     groups.check()
@@ -160,7 +162,7 @@ def test_clearing_between_accumulations_is_an_error() -> None:
     ids = torch.randint(10, 80, (2, 16))
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.zero_grad()
-    with pytest.raises(RuntimeError, match="model.zero_grad"):
+    with pytest.raises(RuntimeError, match=r"model\.zero_grad"):
         model(input_ids=ids, labels=ids).loss.backward()
 
 

@@ -25,8 +25,14 @@ def arguments(output: Path, **changes: Any) -> TrainingArguments:
 
 
 def sft_arguments(output: Path, **changes: Any) -> SFTConfig:
-    settings = {**_settings(output), "dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": None, "bf16": False}
-    return SFTConfig(**{**settings, "gradient_checkpointing": False, **changes})
+    settings = {
+        **_settings(output),
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+        "max_length": None,
+        "bf16": False,
+        "gradient_checkpointing": False,
+    }
+    return SFTConfig(**{**settings, **changes})
 
 
 def _settings(output: Path) -> dict[str, Any]:
@@ -89,4 +95,5 @@ def _tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     words = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, HIGH)}}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "<pad>")), pad_token="<pad>", eos_token="<eos>")
+    model = Tokenizer(WordLevel(words, "<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", eos_token="<eos>")

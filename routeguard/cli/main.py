@@ -25,6 +25,10 @@ app = typer.Typer(
 Layers = Annotated[str | None, typer.Option("--layers", help="Only these layers, for example 3,7,11.")]
 Norms = Annotated[bool, typer.Option("--norms", help="Also the gains of query and key norms.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Everything = Annotated[bool, typer.Option("--all", help="Every mode, not only unguarded, guarded and restored.")]
+Seeds = Annotated[int, typer.Option(min=1, help="Runs with different seeds; the table then shows mean and range.")]
+Output = Annotated[Path, typer.Option(help="Folder for the table (JSON), the plot and the runs.")]
+Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps of each fine-tuning.")]
 
 
 def _clear_errors(function: Function) -> Function:
@@ -83,10 +87,10 @@ def verify(
 @app.command()
 @_clear_errors
 def demo(
-    everything: Annotated[bool, typer.Option("--all", help="Every mode, not only unguarded, guarded and restored.")] = False,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs with different seeds; the table then shows mean and range.")] = 1,
-    output: Annotated[Path, typer.Option(help="Folder for the table (JSON), the plot and the runs.")] = Path("demo-output"),
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each fine-tuning.")] = 600,
+    everything: Everything = False,
+    seeds: Seeds = 1,
+    output: Output = Path("demo-output"),
+    steps: Steps = 600,
 ) -> None:
     """Fine-tune the tiny hybrid that ships with the package on chain-of-thought, with and without protection."""
     from routeguard.demo.console import show_demo
@@ -95,7 +99,7 @@ def demo(
 
 
 def parse_layers(text: str | None) -> list[int] | None:
-    """"3,7,11" to [3, 7, 11]; None stays None. Raises ValueError for anything else."""
+    """Turn "3,7,11" into [3, 7, 11]; None stays None. Raises ValueError for anything else."""
     if text is None:
         return None
     try:

@@ -12,21 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from routeguard.drift.adapters import dora_delta_norm, lora_delta_distance
-from routeguard.drift.frobenius import squared_distance, squared_norm
+from routeguard.drift.frobenius import Kernel, compiled_kernel, squared_distance, squared_norm
 from routeguard.drift.routing_form import RoutingReference, prepare, routing_drift
 from routeguard.protect.held import Held, LoraPair, lora_pairs
 from routeguard.protect.rows import put_rows, take_rows
 from routeguard.routes.collection import AttentionLayer, Route, Routes, Rows
 
 Cell = tuple[int, str]  # (layer, role)
+COMPILE_FROM_ELEMENTS = 1 << 23  # held scalars from which a compiled distance pays
 
 
 @dataclass(frozen=True)
 class DriftSample:
     """Drift at one step. `factors` maps (layer, role) to ‖W − W₀‖ / ‖W₀‖ over that role's tensors.
 
-    `routing` maps a layer to the relative drift of its logit form, one number for each query head; empty between log steps
-    and for layers where the weights' product is not the logit.
+    `routing` maps a layer to the relative drift of its logit form, one number for each query head; empty between log
+    steps and for layers where the weights' product is not the logit.
     """
 
     step: int
@@ -61,7 +62,7 @@ class DriftMeter:
 
     def __init__(self, model: nn.Module, routes: Routes, held: Sequence[Held], starts: Mapping[str, Tensor]) -> None:
         self.routes = routes
-        self._terms = [*_base_terms(held, starts), *_lora_terms(model, routes, starts)]
+        self._terms = [*_base_terms(held, starts, _kernel_for(held, starts)), *_lora_terms(model, routes, starts)]
         self.cells: tuple[Cell, ...] = tuple(dict.fromkeys((route.layer, route.role) for route in routes))
         self._norms = _start_norms(self._terms, self.cells, held)
         self._steps: list[int] = []
@@ -103,7 +104,13 @@ class DriftMeter:
         return squares.sqrt() / self._norms
 
 
-def _base_terms(held: Sequence[Held], starts: Mapping[str, Tensor]) -> list[_Term]:
+def _kernel_for(held: Sequence[Held], starts: Mapping[str, Tensor]) -> Kernel | None:
+    """Compiling takes seconds, which a long run over large tensors wins back and a small model does not."""
+    total = sum(h.num_elements for h in held if h.part == "base" and h.name in starts)
+    return compiled_kernel() if total >= COMPILE_FROM_ELEMENTS else None
+
+
+def _base_terms(held: Sequence[Held], starts: Mapping[str, Tensor], kernel: Kernel | None) -> list[_Term]:
     terms = []
     for h in held:
         if h.part not in ("base", "adapter") or h.name not in starts:
@@ -111,14 +118,14 @@ def _base_terms(held: Sequence[Held], starts: Mapping[str, Tensor]) -> list[_Ter
         for route in h.routes:
             rows = route.rows if h.part == "base" else h.rows
             start = take_rows(starts[h.name], rows_within(rows, h.rows), h.dim)
-            terms.append(_term((route.layer, route.role), h.parameter, start, rows, h.dim))
+            terms.append(_term((route.layer, route.role), h.parameter, start, rows, h.dim, kernel))
     return terms
 
 
-def _term(cell: Cell, parameter: Tensor, start: Tensor, rows: Rows | None, dim: int) -> _Term:
+def _term(cell: Cell, parameter: Tensor, start: Tensor, rows: Rows | None, dim: int, kernel: Kernel | None) -> _Term:
     return _Term(
         cell,
-        lambda: squared_distance(parameter.detach(), start, rows=rows, dim=dim),
+        lambda: squared_distance(parameter.detach(), start, rows=rows, dim=dim, kernel=kernel),
         squared_norm(start),
     )
 
@@ -160,7 +167,13 @@ def _dora_term(cell: Cell, pair: LoraPair, m0: Tensor, rows: Rows | None, base_s
 
     def squared() -> Tensor:
         return dora_delta_norm(
-            pair.base.detach(), pair.a.detach(), pair.b.detach(), pair.scale, magnitude.detach(), start_magnitude=full, rows=rows
+            pair.base.detach(),
+            pair.a.detach(),
+            pair.b.detach(),
+            pair.scale,
+            magnitude.detach(),
+            start_magnitude=full,
+            rows=rows,
         ).square()
 
     return _Term(cell, squared, base_squared)

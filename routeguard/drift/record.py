@@ -53,7 +53,9 @@ def read_record(path: Path) -> tuple[dict[str, Any], list[DriftSample]]:
     lines = path.read_text(encoding="utf-8").splitlines()
     header = json.loads(lines[0]) if lines else {}
     if header.get("schema_version") != SCHEMA_VERSION:
-        raise ValueError(f"{path} has schema version {header.get('schema_version')}, this version reads {SCHEMA_VERSION}")
+        raise ValueError(
+            f"{path} has schema version {header.get('schema_version')}, this version reads {SCHEMA_VERSION}"
+        )
     samples = []
     for number, line in enumerate(lines[1:], start=2):
         try:

@@ -78,7 +78,9 @@ def anchor(
 
 def anchored(held: list[Held], model: nn.Module) -> list[Held]:
     """Those that the pull acts on: a zero-start adapter is pulled through its B (and magnitude), its A stays free."""
-    return [h for h in held if not (h.part == "lora_A" and starts_at_zero(model, h.name.split("lora_A.")[1].split(".")[0]))]
+    return [
+        h for h in held if not (h.part == "lora_A" and starts_at_zero(model, h.name.split("lora_A.")[1].split(".")[0]))
+    ]
 
 
 def _slice_of(start: Tensor, held: Held, at: tuple[int, int]) -> Tensor:

@@ -1,8 +1,8 @@
 """Freeze: routing rows keep their bits.
 
 Whole parameters lose `requires_grad` (no gradient, no optimizer state, nothing to put back). A row range inside a
-trainable parameter gets zero gradient as soon as it is accumulated, so it adds nothing to the clipped norm, and is copied
-back after each optimizer step, because weight decay moves even rows without a gradient.
+trainable parameter gets zero gradient as soon as it is accumulated, so it adds nothing to the clipped norm, and is
+copied back after each optimizer step, because weight decay moves even rows without a gradient.
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ class Frozen:
 def freeze(model: nn.Module, routes: Routes) -> Frozen:
     """Hold the routes of a model where they are.
 
-    Whole parameters: `requires_grad_(False)`. Row ranges: the gradient of the rows is zeroed in a post-accumulate hook, and
-    `Frozen.attach(optimizer)` copies them back after each step. Nothing of the module's structure or names changes.
+    Whole parameters: `requires_grad_(False)`. Row ranges: the gradient of the rows is zeroed in a post-accumulate
+    hook, and `Frozen.attach(optimizer)` copies them back after each step. Nothing of the module's structure or names
+    changes.
 
     Args:
         model: the model, before the optimizer is made (a frozen parameter must not be in it).
@@ -127,9 +128,7 @@ def _refuse_moving_start(model: nn.Module, held: Held) -> None:
     adapter = held.name.split("lora_B.")[1].split(".")[0]
     if not starts_at_zero(model, adapter):
         raise ValueError(
-            f"{held.name}: adapter {adapter!r} starts with a non-zero B (PiSSA, OLoRA or the like), so its A, which all rows "
-            "share, would move the held rows even while B's rows stand still. Initialise it with init_lora_weights=True, or "
-            "exclude the module from the adapter (routeguard.lora_config)"
+            f"{held.name}: adapter {adapter!r} starts with a non-zero B (PiSSA, OLoRA or the like), so its A, which "
+            "all rows share, would move the held rows even while B's rows stand still. Initialise it with "
+            "init_lora_weights=True, or exclude the module from the adapter (routeguard.lora_config)"
         )
-
-

@@ -46,16 +46,17 @@ class RoutingGroups:
         for tagged, sibling in self.pairs:
             if tagged >= len(groups) or groups[tagged].get(TAG) != self.tag:
                 raise RuntimeError(
-                    f"optimizer group {tagged} lost its {self.tag!r} tag (a checkpoint or another callback replaced the groups): "
-                    "routing is no longer protected"
+                    f"optimizer group {tagged} lost its {self.tag!r} tag (a checkpoint or another callback replaced "
+                    "the groups): routing is no longer protected"
                 )
             if sibling < 0:
                 continue
             expected, found = groups[sibling]["lr"] * self.scale, groups[tagged]["lr"]
             if abs(float(found) - float(expected)) > 1e-6 * max(abs(float(expected)), 1e-30):
                 raise RuntimeError(
-                    f"the routing group learns at {float(found):.3e}, not at {self.scale} x {float(groups[sibling]['lr']):.3e}: a "
-                    "scheduler or callback sets group rates by itself. Use one that scales all groups alike (LambdaLR does)"
+                    f"the routing group learns at {float(found):.3e}, not at {self.scale} x "
+                    f"{float(groups[sibling]['lr']):.3e}: a scheduler or callback sets group rates by itself. Use one "
+                    "that scales all groups alike (LambdaLR does)"
                 )
 
     def reassert(self, scheduler: Any = None) -> None:
@@ -96,31 +97,37 @@ class RoutingGroups:
 
 
 def split_groups(
-    optimizer: torch.optim.Optimizer, held: Sequence[Held], *, tag: str, scale: float = 1.0, weight_decay: float | None = None
+    optimizer: torch.optim.Optimizer,
+    held: Sequence[Held],
+    *,
+    tag: str,
+    scale: float = 1.0,
+    weight_decay: float | None = None,
 ) -> RoutingGroups:
     """Move held parameters of a fresh optimizer into tagged groups of their own.
 
-    Each group that holds any is split: the rest stays where it was (the main group stays first), the held ones follow in a
-    new group with the same options, `lr` times `scale` and, if given, another weight decay. Groups left empty are dropped.
-    A parameter held in part is replaced, in the optimizer only, by views of its rows.
+    Each group that holds any is split: the rest stays where it was (the main group stays first), the held ones follow
+    in a new group with the same options, `lr` times `scale` and, if given, another weight decay. Groups left empty
+    are dropped. A parameter held in part is replaced, in the optimizer only, by views of its rows.
 
     Raises:
-        ValueError: no held parameter is trainable or known to the optimizer; the optimizer already has state; it sets its
-            own step size; or it cannot treat views exactly (row ranges).
+        ValueError: no held parameter is trainable or known to the optimizer; the optimizer already has state; it sets
+            its own step size; or it cannot treat views exactly (row ranges).
     """
     mode = {"low_lr": "LowLR", "anchor": "Anchor"}.get(tag, tag)
     refuse_rate_free_optimizer(optimizer, mode)
     if optimizer.state:
         raise ValueError(
-            f"the optimizer already holds state (it has made steps, or is one like Adagrad that starts with state); {mode} must "
-            "split its groups before that"
+            "the optimizer already holds state (it has made steps, or is one like Adagrad that starts with state); "
+            f"{mode} must split its groups before that"
         )
     movable = {id(h.parameter): h for h in held if h.trainable and not _free_factor(h)}
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not movable.keys() & known:
         raise ValueError(
             f"{mode} found no trainable routing parameter in the optimizer ({len(held)} held, "
-            f"{sum(h.trainable for h in held)} of them trainable): queries and keys cannot move. Use protect='track', or 'freeze'"
+            f"{sum(h.trainable for h in held)} of them trainable): queries and keys cannot move. "
+            "Use protect='track', or 'freeze'"
         )
     partial = [h for h in movable.values() if h.rows is not None]
     if partial:
@@ -192,7 +199,8 @@ def param_groups(
         routing_lr, routing_scale: the routing rate, or its ratio to `lr`; give exactly one.
         weight_decay: for matrices; biases, norms and embeddings of one dimension get 0.
         layers, norms: as for `find_routes`.
-        decay: decides by name and parameter whether weight decay applies. Default: parameters of two or more dimensions.
+        decay: decides by name and parameter whether weight decay applies. Default: parameters of two or more
+            dimensions.
 
     Returns:
         Groups for a torch optimizer. Routing groups carry the key "routeguard": "low_lr".
@@ -205,14 +213,17 @@ def param_groups(
         raise ValueError("give exactly one of routing_lr and routing_scale")
     rate = routing_lr if routing_lr is not None else lr * float(routing_scale or 0.0)
     if not (rate > 0 and lr > 0):
-        raise ValueError(f"learning rates must be positive (lr={lr}, routing {rate}); to hold routing still use freeze(model, routes)")
+        raise ValueError(
+            f"learning rates must be positive (lr={lr}, routing {rate}); to hold routing still use "
+            "freeze(model, routes)"
+        )
     held = [h for h in held_parameters(model, find_routes(model, layers=layers, norms=norms)) if h.trainable]
     partial = [h.name for h in held if h.rows is not None]
     if partial:
         raise ValueError(
-            f"{partial[0]} (and {len(partial) - 1} more) holds routing rows beside other rows, which a parameter group cannot "
-            "express; make the optimizer first and call split_groups(optimizer, held_parameters(model, routes), tag='low_lr', "
-            "scale=...), or use freeze(model, routes)"
+            f"{partial[0]} (and {len(partial) - 1} more) holds routing rows beside other rows, which a parameter group "
+            "cannot express; make the optimizer first and call split_groups(optimizer, held_parameters(model, routes), "
+            "tag='low_lr', scale=...), or use freeze(model, routes)"
         )
     if not held:
         raise ValueError("no routing parameter is trainable: queries and keys cannot move, so plain groups will do")
@@ -243,8 +254,8 @@ def check_anchor_rate(groups: Iterable[Mapping[str, Any]], mode: Anchor) -> None
     for group in groups:
         if float(group["lr"]) * mode.strength > 1:
             raise ValueError(
-                f"Anchor(strength={mode.strength:g}) at a learning rate of {float(group['lr']):g} pulls by more than the whole way "
-                f"in one step; use a strength of at most {1 / float(group['lr']):g}, or Freeze()"
+                f"Anchor(strength={mode.strength:g}) at a learning rate of {float(group['lr']):g} pulls by more than "
+                f"the whole way in one step; use a strength of at most {1 / float(group['lr']):g}, or Freeze()"
             )
 
 
@@ -257,6 +268,6 @@ def _refuse_columns(partial: Sequence[Held], mode: str) -> None:
     columns = [h.name for h in partial if h.dim != 0]
     if columns:
         raise ValueError(
-            f"{columns[0]} holds routing as columns (dim 1), whose views are not contiguous, so {mode} would not be exact there; "
-            "use protect=Freeze()"
+            f"{columns[0]} holds routing as columns (dim 1), whose views are not contiguous, so {mode} would not be "
+            "exact there; use protect=Freeze()"
         )

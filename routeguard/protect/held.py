@@ -80,8 +80,8 @@ class LoraPair:
 def held_parameters(model: nn.Module, routes: Routes) -> list[Held]:
     """Every parameter through which training could move the routes, each once, base parameters first.
 
-    Base parameters that an adapter wraps are listed only if they are trainable themselves. Raises ValueError when rows of
-    a tensor would have to be held inside an adapter that mixes rows (anything but LoRA).
+    Base parameters that an adapter wraps are listed only if they are trainable themselves. Raises ValueError when
+    rows of a tensor would have to be held inside an adapter that mixes rows (anything but LoRA).
     """
     parameters = dict(model.named_parameters())
     held: list[Held] = []
@@ -176,8 +176,8 @@ def _adapter_parameters(
         part, dim = _part(local, layer)
         if part == "adapter" and rows is not None:
             raise ValueError(
-                f"{owner} holds routing rows {merge_rows(rows)[:2]} beside other rows, and its adapter ({local.split('.')[0]}) "
-                "mixes rows; use LoRA there, or leave this module without an adapter"
+                f"{owner} holds routing rows {merge_rows(rows)[:2]} beside other rows, and its adapter "
+                f"({local.split('.')[0]}) mixes rows; use LoRA there, or leave this module without an adapter"
             )
         held.append(Held(f"{owner}.{local}", parameter, None if part == "lora_A" else rows, dim, part, members))
     return held

@@ -73,7 +73,9 @@ class QKRestore:
 
 @dataclass(frozen=True)
 class QKPro:
-    """Queries restored along the directions that the starting keys use, keys put back (QK-Restore paper, §7.4, ridge form).
+    """Queries restored along the directions that the starting keys use, keys put back.
+
+    The ridge form of the projection in the QK-Restore paper, §7.4.
 
     Args:
         ridge: λ relative to the mean eigenvalue of the keys' Gram matrix; 0 equals `QKRestore`, infinity restores
@@ -112,7 +114,7 @@ _RESTORATIONS: dict[str, type[Any]] = {cls.name: cls for cls in (QKRestore, QKPr
 
 
 def as_protection(value: str | Protection) -> Protection:
-    """"freeze", "low_lr", "anchor", "track", or one of the objects. Raises ValueError with the nearest name."""
+    """A protection from "freeze", "low_lr", "anchor", "track" or an object. Raises ValueError with the nearest name."""
     if isinstance(value, (Freeze, LowLR, Anchor, Track)):
         return value
     result: Protection = _named(value, _PROTECTIONS, "protect")
@@ -120,7 +122,7 @@ def as_protection(value: str | Protection) -> Protection:
 
 
 def as_restoration(value: str | Restoration | None) -> Restoration | None:
-    """"qk", "qk_pro", "interpolate", one of the objects, or None for no restore."""
+    """A restoration from "qk", "qk_pro", "interpolate", an object, or None for no restore."""
     if value is None or isinstance(value, (QKRestore, QKPro, Interpolate)):
         return value
     result: Restoration = _named(value, _RESTORATIONS, "restore")

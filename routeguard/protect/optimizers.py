@@ -7,18 +7,15 @@ from typing import Any
 
 import torch
 
+_TORCH = ["SGD", "ASGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop"]
+_PAGED = ["PagedAdam", "PagedAdamW", "PagedLion"]
+_BITSANDBYTES = ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Lion", "AdEMAMix", *_PAGED]
+
 # Update of an entry depends on that entry's gradient and state alone (8-bit variants: on its quantisation block).
-ELEMENTWISE = frozenset(
-    """SGD ASGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop Rprop Lion AdEMAMix
-    PagedAdam PagedAdamW PagedLion PagedAdEMAMix Adam32bit AdamW32bit SGD32bit RMSprop32bit Adagrad32bit Lion32bit
-    PagedAdam32bit PagedAdamW32bit PagedLion32bit AdEMAMix32bit""".split()
-)
-_BLOCKWISE = frozenset(
-    """Adam8bit AdamW8bit SGD8bit RMSprop8bit Adagrad8bit Lion8bit PagedAdam8bit PagedAdamW8bit PagedLion8bit
-    AdEMAMix8bit PagedAdEMAMix8bit""".split()
-)
+ELEMENTWISE = frozenset([*_TORCH, *_BITSANDBYTES, "PagedAdEMAMix", *(f"{name}32bit" for name in _BITSANDBYTES)])
+_BLOCKWISE = frozenset(f"{name}8bit" for name in [*_BITSANDBYTES, "PagedAdEMAMix"])
 # torch's own, for which views of one tensor are proved bit-equal to separate tensors in the tests.
-VIEW_EXACT = frozenset("SGD Adam AdamW NAdam RAdam Adamax RMSprop".split())
+VIEW_EXACT = frozenset(["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop"])
 _WITHOUT_LEARNING_RATE = ("prodigy", "dadapt", "schedulefree", "schedule_free", "lomo", "mechanic", "dowg", "cocob")
 
 
@@ -30,7 +27,9 @@ def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
             break
         optimizer = inner
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"{type(optimizer).__name__} is not a torch optimizer and wraps none; cannot protect its steps")
+        raise ValueError(
+            f"{type(optimizer).__name__} is not a torch optimizer and wraps none; cannot protect its steps"
+        )
     return optimizer
 
 
@@ -40,8 +39,8 @@ def refuse_row_mixing_optimizer(optimizer: torch.optim.Optimizer, names: Sequenc
     if kind in ELEMENTWISE or kind in _BLOCKWISE:
         return
     raise ValueError(
-        f"{mode} holds only some rows of {names[0]} (and {len(names) - 1} more tensors), and optimizer {kind} is not known to "
-        f"treat rows independently: holding some would change how the others learn. Use one of "
+        f"{mode} holds only some rows of {names[0]} (and {len(names) - 1} more tensors), and optimizer {kind} is not "
+        "known to treat rows independently: holding some would change how the others learn. Use one of "
         f"{', '.join(sorted(ELEMENTWISE)[:8])} …, or hold whole tensors only"
     )
 
@@ -52,9 +51,9 @@ def refuse_inexact_views(optimizer: torch.optim.Optimizer, names: Sequence[str],
     if type(optimizer).__module__.startswith("torch.optim") and kind in VIEW_EXACT:
         return
     raise ValueError(
-        f"{mode} must treat some rows of {names[0]} (and {len(names) - 1} more tensors) apart from the rest, which is exact "
-        f"only with {', '.join(sorted(VIEW_EXACT))} of torch.optim, not with {kind} from {type(optimizer).__module__}; "
-        "use one of these, or protect=Freeze()"
+        f"{mode} must treat some rows of {names[0]} (and {len(names) - 1} more tensors) apart from the rest, which is "
+        f"exact only with {', '.join(sorted(VIEW_EXACT))} of torch.optim, not with {kind} from "
+        f"{type(optimizer).__module__}; use one of these, or protect=Freeze()"
     )
 
 
@@ -66,6 +65,6 @@ def refuse_rate_free_optimizer(optimizer: torch.optim.Optimizer, mode: str) -> N
     missing = any(group.get("lr") is None for group in optimizer.param_groups)
     if free or relative or missing:
         raise ValueError(
-            f"{mode} works through the learning rate, and {type(optimizer).__name__} sets its own step size; use an optimizer "
-            "with a learning rate, or protect=Freeze()"
+            f"{mode} works through the learning rate, and {type(optimizer).__name__} sets its own step size; use an "
+            "optimizer with a learning rate, or protect=Freeze()"
         )

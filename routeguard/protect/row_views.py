@@ -1,8 +1,8 @@
 """Let an optimizer treat some rows of a tensor apart, without touching the model.
 
 The parameter stays one tensor in the module. The optimizer gets contiguous views of its rows instead of it; after each
-gradient accumulation the views' gradients are set to the same rows of the parameter's gradient. For optimizers that treat
-entries alone this equals, bit for bit, a model in which the rows are separate parameters.
+gradient accumulation the views' gradients are set to the same rows of the parameter's gradient. For optimizers that
+treat entries alone this equals, bit for bit, a model in which the rows are separate parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ class RowViews:
 
     def __init__(self, name: str, parameter: nn.Parameter, rows: Rows) -> None:
         if not parameter.is_contiguous() or type(parameter.data) is not Tensor:
-            raise ValueError(f"{name} is sharded or not contiguous; its rows cannot be treated apart. Use protect=Freeze()")
+            raise ValueError(
+                f"{name} is sharded or not contiguous; its rows cannot be treated apart. Use protect=Freeze()"
+            )
         self.name = name
         self.parameter = parameter
         self.held = self._views(rows)
@@ -49,8 +51,8 @@ class RowViews:
                 view.grad = parameter.grad[start:stop]
             else:
                 raise RuntimeError(
-                    f"the gradient of {self.name} was cleared through the optimizer only, so old and new gradients are now "
-                    "mixed; call model.zero_grad() instead of optimizer.zero_grad()"
+                    f"the gradient of {self.name} was cleared through the optimizer only, so old and new gradients are "
+                    "now mixed; call model.zero_grad() instead of optimizer.zero_grad()"
                 )
         self._stepped = False
 
@@ -62,13 +64,11 @@ class RowViews:
             view.grad = None
             if view.data_ptr() != self.parameter.data[start:].data_ptr():
                 raise RuntimeError(
-                    f"{self.name} was moved to other memory after the optimizer was made (by .to(), a cast or a wrapper), so "
-                    "the optimizer no longer updates the model; make the optimizer after moving the model"
+                    f"{self.name} was moved to other memory after the optimizer was made (by .to(), a cast or a "
+                    "wrapper), so the optimizer no longer updates the model; make the optimizer after moving the model"
                 )
 
     def remove(self) -> None:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-
-

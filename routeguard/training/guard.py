@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
+from routeguard.protect.anchor import anchored
 from routeguard.protect.freeze import Frozen, freeze
 from routeguard.protect.groups import RoutingGroups, split_groups
 from routeguard.protect.held import Held, held_parameters, quantised_routes
-from routeguard.protect.anchor import anchored
 from routeguard.protect.modes import (
     Anchor,
     Freeze,
@@ -37,24 +37,25 @@ if TYPE_CHECKING:
 class RouteGuard(TrainerCallback):  # type: ignore[misc]
     """Keep where full attention looks while a model is fine-tuned: `SFTTrainer(..., callbacks=[RouteGuard()])`.
 
-    Finds the query and key projections of the full-attention layers, protects them, logs their drift, and can put them back
-    at the end. Prints what it holds before the first step. Needs no change to the model.
+    Finds the query and key projections of the full-attention layers, protects them, logs their drift, and can put
+    them back at the end. Prints what it holds before the first step. Needs no change to the model.
 
     Args:
-        protect: `Freeze()` (default), `LowLR(scale)`, `Anchor(strength)`, `Track()`, or "freeze", "low_lr", "anchor", "track".
-        restore: `QKRestore()`, `QKPro(ridge)`, `Interpolate(alpha)`, "qk", "qk_pro", "interpolate", or None (default). The
-            paper's method is `RouteGuard(protect=Track(), restore=QKRestore())`.
-        reference: the start to protect. None (default): the live weights of a fresh run, and on resume the start that the
-            run has kept. "start": the live weights when `train()` begins, whatever came before. Or a model, a state dict, a
-            checkpoint folder or file, or a guard's sidecar.
+        protect: `Freeze()` (default), `LowLR(scale)`, `Anchor(strength)`, `Track()`, or "freeze", "low_lr", "anchor",
+            "track".
+        restore: `QKRestore()`, `QKPro(ridge)`, `Interpolate(alpha)`, "qk", "qk_pro", "interpolate", or None
+            (default). The paper's method is `RouteGuard(protect=Track(), restore=QKRestore())`.
+        reference: the start to protect. None (default): the live weights of a fresh run, and on resume the start that
+            the run has kept. "start": the live weights when `train()` begins, whatever came before. Or a model, a
+            state dict, a checkpoint folder or file, or a guard's sidecar.
         layers: narrow to these full-attention layers (indices).
         roles: "query" and "key" (default), or one of them.
         norms: also hold the gains of query and key norms. Default no.
         insist: go on where a resumed run's settings or start differ from before.
 
     Raises:
-        ValueError: at construction for settings that make no sense; in the Trainer's constructor when the model has nothing
-            to guard or the mode cannot hold there; in `train()` when a resumed run does not fit.
+        ValueError: at construction for settings that make no sense; in the Trainer's constructor when the model has
+            nothing to guard or the mode cannot hold there; in `train()` when a resumed run does not fit.
     """
 
     def __init__(
@@ -130,25 +131,27 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
     def _refuse_existing_optimizer(self, trainer: Any) -> None:
         if isinstance(self.protect, (LowLR, Anchor)) and trainer.lr_scheduler is not None:
             raise ValueError(
-                f"the Trainer was given an optimizer and a scheduler, whose groups {self.protect.name} can no longer split; give "
-                "it neither (optimizer_cls_and_kwargs or args choose them), or build the groups with routeguard.param_groups"
+                f"the Trainer was given an optimizer and a scheduler, whose groups {self.protect.name} can no longer "
+                "split; give it neither (optimizer_cls_and_kwargs or args choose them), or build the groups with "
+                "routeguard.param_groups"
             )
 
     # -- protecting the model --------------------------------------------------------------------------------------
 
     def _protect(self, model: nn.Module) -> None:
-        """Find the routes of a model and freeze them if that is the mode. Called again for a model that `model_init` made."""
+        """Find a model's routes and freeze them if that is the mode; again for each model that `model_init` makes."""
         routes = find_routes(model, layers=self.layers, roles=self.roles, norms=self.norms)
         if not routes:
             raise ValueError(
-                f"no routing rows to hold in {routes.model_type!r} with roles {self.roles}: only rows shared with the values exist"
+                f"no routing rows to hold in {routes.model_type!r} with roles {self.roles}: "
+                "only rows shared with the values exist"
             )
         held = held_parameters(model, routes)
         _refuse_quantised_full_fine_tuning(model, routes, held)
         if isinstance(self.protect, (LowLR, Anchor)) and not any(h.trainable for h in held):
             raise ValueError(
-                f"{self.protect.name} found {len(held)} routing tensors, none of them trainable (an adapter elsewhere, or frozen "
-                "by hand): queries and keys cannot move. Use protect='track' to log their drift, or 'freeze'"
+                f"{self.protect.name} found {len(held)} routing tensors, none of them trainable (an adapter elsewhere, "
+                "or frozen by hand): queries and keys cannot move. Use protect='track' to log their drift, or 'freeze'"
             )
         if self._frozen is not None:
             self._frozen.detach()
@@ -181,7 +184,9 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         assert self.routes is not None
         protect = settings(self.protect)
         assert protect is not None
-        return RunState(protect, settings(self.restore), self.routes.layers, self.roles, self.norms, digest, origin, stage)
+        return RunState(
+            protect, settings(self.restore), self.routes.layers, self.roles, self.norms, digest, origin, stage
+        )
 
     def _split(self, optimizer: Any) -> None:
         """Give routing its tagged groups, once for each optimizer."""
@@ -209,7 +214,9 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         if isinstance(self.protect, Freeze) and self._frozen is not None:
             for held in self._frozen.whole:
                 if held.parameter.requires_grad:
-                    raise ValueError(f"{held.name} was frozen and is trainable again: something unfroze it before train()")
+                    raise ValueError(
+                        f"{held.name} was frozen and is trainable again: something unfroze it before train()"
+                    )
         self._session = Session(
             guard=self,
             model=self._guarded,
@@ -247,7 +254,7 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
             self._session = None
 
     def detach(self) -> None:
-        """Leave the Trainer as if there had been no guard: hooks, wrappers and the callback go; frozen parameters thaw."""
+        """Leave the Trainer as if there had been no guard: hooks, wrappers and callback go, frozen parameters thaw."""
         self._close()
         if self._frozen is not None:
             self._frozen.release()

@@ -19,9 +19,9 @@ _LOW = (torch.bfloat16, torch.float16)
 class ResolutionWatch:
     """Counts, on a sample of a tagged group's entries, how many of those that should move in a step do.
 
-    For `LowLR` those with a gradient, over the whole step; for `Anchor` those away from their start, over the pull alone.
-    Works on the device without a host synchronisation; `report` reads the counts at a log step and warns once if fewer
-    than half moved.
+    For `LowLR` those with a gradient, over the whole step; for `Anchor` those away from their start, over the pull
+    alone. Works on the device without a host synchronisation; `report` reads the counts at a log step and warns once
+    if fewer than half moved.
 
     Args:
         groups: the tagged groups; with none in bf16 or fp16 the watch does nothing.
@@ -64,9 +64,9 @@ class ResolutionWatch:
             dtype = str(self._parameter.dtype).removeprefix("torch.")
             warnings.warn(
                 f"only {fraction:.1%} of the routing entries that should move in a step do: the updates of the "
-                f"{self._groups.tag!r} group are below the resolution of {dtype}, and rounding swallows them. Load the model in "
-                "float32 (bf16=True then trains with float32 masters), use an optimizer with stochastic rounding, a larger "
-                "scale or strength, or Freeze()",
+                f"{self._groups.tag!r} group are below the resolution of {dtype}, and rounding swallows them. Load the "
+                "model in float32 (bf16=True then trains with float32 masters), use an optimizer with stochastic "
+                "rounding, a larger scale or strength, or Freeze()",
                 UserWarning,
                 stacklevel=2,
             )

@@ -71,10 +71,14 @@ def read_state(folder: Path) -> RunState | None:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data.get("schema_version") != SCHEMA_VERSION:
-            raise ValueError(f"{path} has schema version {data.get('schema_version')}, this version reads {SCHEMA_VERSION}")
+            raise ValueError(
+                f"{path} has schema version {data.get('schema_version')}, this version reads {SCHEMA_VERSION}"
+            )
         return RunState(**{**data, "layers": tuple(data["layers"]), "roles": tuple(data["roles"])})
     except (json.JSONDecodeError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is damaged ({error}); delete it only if the run shall be treated as unguarded") from None
+        raise ValueError(
+            f"{path} is damaged ({error}); delete it only if the run shall be treated as unguarded"
+        ) from None
 
 
 def write_atomically(path: Path, text: str) -> None:

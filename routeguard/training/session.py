@@ -129,7 +129,12 @@ class Session:
         if method is None:
             return
         report = restore(
-            model, self.reference, method=method, roles=self.guard.roles, layers=self.guard.layers, norms=self.guard.norms
+            model,
+            self.reference,
+            method=method,
+            roles=self.guard.roles,
+            layers=self.guard.layers,
+            norms=self.guard.norms,
         )
         if self.is_main:
             write_atomically(self.folder / "restore.json", json.dumps(report.to_dict(), indent=2))
@@ -181,7 +186,11 @@ class Session:
             if not path.is_file() or resumed_step == 0:
                 _keep_other(path)
                 save_reference(self.reference, path)
-        header = {"protect": self.state.protect, "restore": self.state.restore, "reference_digest": self.state.reference_digest}
+        header = {
+            "protect": self.state.protect,
+            "restore": self.state.restore,
+            "reference_digest": self.state.reference_digest,
+        }
         self.record = DriftRecord(self.folder / DRIFT_FILE, header, resume_step=resumed_step)
 
     def _write(self, samples: Sequence[DriftSample]) -> None:
@@ -190,7 +199,7 @@ class Session:
 
 
 def flat_metrics(sample: DriftSample) -> dict[str, float]:
-    """A sample as reporter metrics: mean drift by role, the largest, and the logit form's mean and largest over heads."""
+    """A sample as reporter metrics: mean drift by role, the largest, and the logit form's mean and largest head."""
     metrics = {}
     for role in dict.fromkeys(role for _, role in sample.factors):
         mean = sample.of_role(role)
@@ -210,8 +219,10 @@ def _cells(guard: RouteGuard) -> list[tuple[int, str]]:
 
 
 def _on_device(held: Sequence[Held], reference: Reference, *, fresh: bool) -> dict[str, Tensor]:
-    """The start of everything that can move, on its device. A base checkpoint knows nothing of a fresh adapter: its start
-    is what it is now."""
+    """The start of everything that can move, on its device.
+
+    A base checkpoint knows nothing of a fresh adapter: its start is what it is now.
+    """
     starts = {}
     for h in held:
         if not h.trainable:
@@ -227,7 +238,9 @@ def _on_device(held: Sequence[Held], reference: Reference, *, fresh: bool) -> di
 def _refuse_nan(held: Sequence[Held]) -> None:
     for h in held:
         if h.parameter.dtype.is_floating_point and not bool(torch.isfinite(h.parameter.detach()).all()):
-            raise ValueError(f"{h.name} has NaN or infinite entries before the first step: there is no sound start to protect")
+            raise ValueError(
+                f"{h.name} has NaN or infinite entries before the first step: there is no sound start to protect"
+            )
 
 
 def _keep_other(path: Path) -> None:

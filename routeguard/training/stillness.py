@@ -32,11 +32,16 @@ class Stillness:
         """Raise RuntimeError, naming the tensor, if a frozen one changed or can be trained again. Synchronises."""
         for held in self._frozen.whole:
             if held.parameter.requires_grad:
-                raise RuntimeError(f"{held.name} was frozen and is trainable again: something unfroze it during training")
+                raise RuntimeError(
+                    f"{held.name} was frozen and is trainable again: something unfroze it during training"
+                )
             if not torch.equal(fingerprint(held.parameter), self._marks[held.name]):
                 raise RuntimeError(
-                    f"{held.name} is frozen and changed all the same: another callback, EMA or a custom step writes to it"
+                    f"{held.name} is frozen and changed all the same: another callback, EMA or a custom step "
+                    "writes to it"
                 )
         for held in self._frozen.rows:
             if not torch.equal(take_rows(held.parameter.detach(), held.rows, held.dim), self._frozen.start[held.name]):
-                raise RuntimeError(f"held rows of {held.name} changed all the same: something writes to them after the step")
+                raise RuntimeError(
+                    f"held rows of {held.name} changed all the same: something writes to them after the step"
+                )

@@ -21,34 +21,45 @@ def summarise(
     reference_origin: str,
     obstacles: Mapping[int, str],
 ) -> str:
-    """The summary as text. `copy_bytes` are the device bytes of the kept start; `obstacles` say where the logit form stops."""
+    """The summary as text.
+
+    `copy_bytes` are the device bytes of the kept start; `obstacles` say where the logit form stops.
+    """
     moving = [h for h in held if h.part != "base"]
     dtypes = sorted({str(h.parameter.dtype).removeprefix("torch.") for h in held}) or ["none"]
     lines = [
         f"routeguard: {_action(protect, restore, learning_rate)}",
-        f"  full attention: layers {', '.join(map(str, routes.layers))} of {len(routes.layer_kinds)} ({routes.model_type})",
-        f"  covered: {len(routes.parameters)} tensors, {routes.num_parameters:,} parameters, {format_bytes(routes.num_bytes)}, "
-        f"{routes.share:.2%} of the model, {', '.join(dtypes)}",
+        f"  full attention: layers {', '.join(map(str, routes.layers))} of {len(routes.layer_kinds)} "
+        f"({routes.model_type})",
+        f"  covered: {len(routes.parameters)} tensors, {routes.num_parameters:,} parameters, "
+        f"{format_bytes(routes.num_bytes)}, {routes.share:.2%} of the model, {', '.join(dtypes)}",
     ]
     partial = [h for h in held if h.rows is not None]
     if partial:
         rows = sum(stop - start for h in partial for start, stop in h.rows or ())
-        lines.append(f"  by row: {len(partial)} tensors are held in part ({rows} rows); their other rows train as configured")
+        lines.append(
+            f"  by row: {len(partial)} tensors are held in part ({rows} rows); their other rows train as configured"
+        )
     if moving:
-        parts = ", ".join(f"{sum(h.part == part for h in moving)} {part}" for part in dict.fromkeys(h.part for h in moving))
+        parts = ", ".join(
+            f"{sum(h.part == part for h in moving)} {part}" for part in dict.fromkeys(h.part for h in moving)
+        )
         lines.append(f"  adapters: the base is frozen, what is guarded is {parts}")
     if not any(h.trainable for h in held) and not isinstance(protect, Freeze):
         lines.append("  note: no routing parameter is trainable, so queries and keys cannot move")
     lines.append(
-        f"  start: {reference_origin}" + (f"; its copy on the device takes {format_bytes(copy_bytes)}" if copy_bytes else "; no copy is needed")
+        f"  start: {reference_origin}"
+        + (f"; its copy on the device takes {format_bytes(copy_bytes)}" if copy_bytes else "; no copy is needed")
     )
     lines += [f"  note: {note}" for note in routes.notes]
     if obstacles:
         reasons = sorted(set(obstacles.values()))
-        lines.append(f"  drift of the logits is not measured in {len(obstacles)} layers: {'; '.join(reasons)} (factors only)")
+        lines.append(
+            f"  drift of the logits is not measured in {len(obstacles)} layers: {'; '.join(reasons)} (factors only)"
+        )
     lines.append(
-        "  can still move where attention looks: query/key norms and biases outside the routes, the input norm, and the "
-        "residual stream that the layers below write"
+        "  can still move where attention looks: query/key norms and biases outside the routes, the input norm, and "
+        "the residual stream that the layers below write"
     )
     return "\n".join(lines)
 
@@ -60,7 +71,10 @@ def _action(protect: Protection, restore: Restoration | None, learning_rate: flo
         what = f"low_lr: queries and keys learn at {protect.scale} x the learning rate"
     elif isinstance(protect, Anchor):
         half = protect.half_life_steps(learning_rate)
-        what = f"anchor: queries and keys are pulled to their start, strength {protect.strength:g} (half-life {half:.0f} steps at {learning_rate:g})"
+        what = (
+            f"anchor: queries and keys are pulled to their start, strength {protect.strength:g} "
+            f"(half-life {half:.0f} steps at {learning_rate:g})"
+        )
     else:
         what = "track: queries and keys train freely, their drift is logged"
     return what if restore is None else f"{what}; at the end they are restored ({restore.name})"

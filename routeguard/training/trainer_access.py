@@ -7,8 +7,8 @@ from types import FrameType
 from typing import Any
 
 HINT = (
-    "RouteGuard could not reach its Trainer. Pass it at construction, SFTTrainer(..., callbacks=[RouteGuard(...)]), or call "
-    "guard.attach(trainer) before trainer.train()"
+    "RouteGuard could not reach its Trainer. Pass it at construction, SFTTrainer(..., callbacks=[RouteGuard(...)]), or "
+    "call guard.attach(trainer) before trainer.train()"
 )
 
 
