@@ -105,21 +105,6 @@ def test_nan_weights(tmp_path: Path) -> None:
         run(model, tmp_path, RouteGuard())
 
 
-def test_quantised_weights_without_an_adapter() -> None:
-    import bitsandbytes as bnb
-
-    model = tiny()
-    for layer in (2, 5):
-        attention = model.model.layers[layer].self_attn
-        quantised = bnb.nn.Linear4bit(64, 64, bias=False)
-        quantised.weight = bnb.nn.Params4bit(attention.q_proj.weight.data, requires_grad=False).to("cpu")
-        attention.q_proj = quantised.to("cpu")
-    if model.model.layers[2].self_attn.q_proj.weight.dtype.is_floating_point:
-        pytest.skip("this bitsandbytes does not quantise on CPU")
-    with pytest.raises(ValueError, match="stored quantised and there is no adapter"):
-        RouteGuard()._protect(model)
-
-
 def test_a_reference_from_another_model(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="q_proj"):
         run(tiny(), tmp_path, RouteGuard("track", reference={"some.other.weight": torch.zeros(2)}))

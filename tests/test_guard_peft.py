@@ -211,3 +211,30 @@ def test_freeze_as_a_function_serves_adapters_too() -> None:
     frozen = freeze(model, find_routes(model))
     assert {h.part for h in frozen.rows} == {"lora_B"}
     assert {h.part for h in frozen.whole} == {"lora_A", "lora_B"}  # k_proj is held whole
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_adapters_on_a_quantised_base(bits: int, tmp_path: Path) -> None:
+    """bitsandbytes on the CPU: frozen base, drift relative to the dequantised weight, restore of the adapter alone."""
+    from peft import prepare_model_for_kbit_training
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    tiny().save_pretrained(tmp_path / "base")
+    options = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32} if bits == 4 else {"load_in_8bit": True}
+
+    def quantised() -> nn.Module:
+        config = BitsAndBytesConfig(**options)
+        base = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "base", quantization_config=config, device_map={"": "cpu"}
+        )
+        torch.manual_seed(0)
+        return get_peft_model(prepare_model_for_kbit_training(base), LoraConfig(r=4, target_modules=TARGETS["lfm2"]))
+
+    frozen = run(quantised(), tmp_path / "a", RouteGuard())
+    assert all(not delta.any() for delta in deltas(frozen.model).values())
+    tracked = run(quantised(), tmp_path / "b", RouteGuard(Track(), QKRestore()))
+    assert all(not delta.any() for delta in deltas(tracked.model).values())
+    _, samples = read_record(tmp_path / "b" / "routeguard" / "drift.jsonl")
+    assert all(0 < value < 10 for value in samples[-1].factors.values())
+    with pytest.raises(ValueError, match="stored quantised and there is no adapter"):
+        RouteGuard()._protect(quantised().unload())

@@ -142,8 +142,8 @@ def _lora_terms(model: nn.Module, routes: Routes, starts: Mapping[str, Tensor]) 
         for route in pair.routes:
             within = rows_within(route.rows, pair.rows)
             cell = (route.layer, route.role)
-            base_squared = _base_norm_squared(pair.base, route.rows)
-            if m0 is not None and pair.zero_start and pair.base.dtype.is_floating_point:
+            base_squared = _base_norm_squared(pair, route.rows)
+            if m0 is not None and pair.zero_start and pair.base_layer.weight.dtype.is_floating_point:
                 terms.append(_dora_term(cell, pair, take_rows(m0, within), route.rows, base_squared))
             else:
                 terms.append(_lora_term(cell, pair, a0, take_rows(b0, within), route.rows, base_squared))
@@ -159,7 +159,7 @@ def _lora_term(cell: Cell, pair: LoraPair, a0: Tensor, b0: Tensor, rows: Rows | 
 
 
 def _dora_term(cell: Cell, pair: LoraPair, m0: Tensor, rows: Rows | None, base_squared: Tensor) -> _Term:
-    magnitude = pair.magnitude
+    magnitude, base = pair.magnitude, pair.base_layer.weight.detach()
     assert magnitude is not None
     full = m0 if rows is None else torch.zeros_like(magnitude.detach())
     if rows is not None:
@@ -167,7 +167,7 @@ def _dora_term(cell: Cell, pair: LoraPair, m0: Tensor, rows: Rows | None, base_s
 
     def squared() -> Tensor:
         return dora_delta_norm(
-            pair.base.detach(),
+            base,
             pair.a.detach(),
             pair.b.detach(),
             pair.scale,
@@ -179,12 +179,12 @@ def _dora_term(cell: Cell, pair: LoraPair, m0: Tensor, rows: Rows | None, base_s
     return _Term(cell, squared, base_squared)
 
 
-def _base_norm_squared(base: Tensor, rows: Rows | None) -> Tensor:
-    weight = base.detach()
+def _base_norm_squared(pair: LoraPair, rows: Rows | None) -> Tensor:
+    weight: Tensor = pair.base_layer.weight.detach()
     if not weight.dtype.is_floating_point:
-        from peft.utils.integrations import dequantize_bnb_weight
+        from peft.utils.integrations import dequantize_module_weight
 
-        weight = dequantize_bnb_weight(base)
+        weight = dequantize_module_weight(pair.base_layer)
     return squared_norm(take_rows(weight, rows))
 
 

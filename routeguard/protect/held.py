@@ -71,7 +71,7 @@ class LoraPair:
     a: nn.Parameter
     b: nn.Parameter
     scale: float
-    base: nn.Parameter
+    base_layer: Any  # nn.Linear or what stands for it (Conv1D, a quantised linear)
     adapter: str
     zero_start: bool
     magnitude: nn.Parameter | None = None
@@ -111,7 +111,7 @@ def lora_pairs(model: nn.Module, routes: Routes) -> list[LoraPair]:
                     a=layer.lora_A[adapter].weight,
                     b=layer.lora_B[adapter].weight,
                     scale=float(layer.scaling[adapter]),
-                    base=layer.get_base_layer().weight,
+                    base_layer=layer.get_base_layer(),
                     adapter=adapter,
                     zero_start=starts_at_zero(model, adapter),
                     magnitude=_magnitude(layer, adapter),
