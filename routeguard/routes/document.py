@@ -16,9 +16,10 @@ _INTRODUCTION = """\
 This page is written by `python -m routeguard.routes.document` from the table that `find_routes` reads; a test checks
 that it is current.
 
-A layer counts when it attends to the whole context: kinds {kinds}. Sparse layers attend globally to what a
-top-k indexer or a compression keeps; their query and key rows are included and marked, the indexer is left out. Sliding,
-chunked, linear, cross-attention, state-space and convolution layers stay out, and so does everything outside the text decoder.
+A layer counts when it attends to the whole context: kinds {kinds}. Sparse layers attend globally to what a top-k
+indexer or a compression keeps; their query and key rows are included and marked, the indexer is left out. Sliding,
+chunked, linear, cross-attention, state-space and convolution layers stay out, and so does everything outside the
+text decoder.
 
 By default a route is a row of a weight or bias on which the queries or keys depend and the values do not.
 `shared=True` adds rows that feed the values as well (latents, keys that are the values); `norms=True` adds the gains of
