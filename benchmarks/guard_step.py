@@ -1,21 +1,20 @@
 """What guarding adds to a training step, as a ratio to the unguarded step of the same model.
 
-The model is an LFM2 of about 40 million parameters whose routing is below 2 % of them. For each mode the whole step is
-timed, guarded and unguarded in turn; and because one per cent is less than the noise of a step, what the guard itself
-does after a step (drift at every step, and the logit form as at a log step) is timed alone as well.
+The model is a Gemma-2 of about 60 million parameters (six layers with a window, two without) whose routing is about 1 % of
+them. For each mode the whole step is timed, guarded and unguarded in turn; and because one per cent is less than the noise
+of a step, what the guard itself does after a step (drift, and at a log step the logit form too) is timed alone as well.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from transformers import Lfm2Config, Lfm2ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
+from benchmarks._timing import interleaved
 from routeguard import Anchor, Freeze, LowLR, Track, find_routes, freeze
 from routeguard.drift.meter import DriftMeter
 from routeguard.protect.anchor import AnchorPull, anchored
@@ -25,21 +24,23 @@ from routeguard.protect.modes import Protection
 from routeguard.protect.rows import take_rows
 
 TOKENS = (2, 128)
+FLOOR = "unguarded step"
 
 
 def build(device: str) -> nn.Module:
     torch.manual_seed(0)
-    config = Lfm2Config(
+    config = Gemma2Config(
         vocab_size=32_000,
         hidden_size=512,
         intermediate_size=2048,
         num_hidden_layers=8,
         num_attention_heads=8,
         num_key_value_heads=2,
-        full_attn_idxs=[2, 5],
-        block_auto_adjust_ff_dim=False,
+        head_dim=64,
+        sliding_window=64,
+        layer_types=[*3 * ["sliding_attention"], "full_attention"] * 2,
     )
-    return Lfm2ForCausalLM(config).to(device).train()
+    return Gemma2ForCausalLM(config).to(device).train()
 
 
 def step_of(model: nn.Module, protect: Protection | None) -> Callable[[], None]:
@@ -73,68 +74,58 @@ def step_of(model: nn.Module, protect: Protection | None) -> Callable[[], None]:
     return step
 
 
-def seconds(function: Callable[[], object], device: str) -> float:
-    if device != "cpu":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    function()
-    if device != "cpu":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+def whole_steps(device: str, rounds: int) -> float:
+    """Print the ratio of each guarded step to the unguarded one; returns the seconds of the latter."""
+    steps = {FLOOR: step_of(build(device), None)}
+    steps |= {mode.name: step_of(build(device), mode) for mode in (Freeze(), LowLR(), Track(), Anchor())}
+    timings = interleaved(steps, rounds=rounds, warmup=1, device=device)
+    for name in steps:
+        low, high = timings.spread(name, FLOOR)
+        print(f"  {name:<24} {timings.ratio(name, FLOOR):.3f}  (middle half {low:.3f} to {high:.3f})")
+    return timings.median(FLOOR)
 
 
-def compare(device: str, repetitions: int) -> None:
-    plain_model = build(device)
-    plain = step_of(plain_model, None)
-    routes = find_routes(plain_model)
-    print(
-        f"model: {routes.num_model_parameters / 1e6:.1f} M parameters, routing {routes.share:.2%}, "
-        f"{TOKENS[0]} x {TOKENS[1]} tokens a step"
-    )
-    for mode in (Freeze(), LowLR(), Track(), Anchor()):
-        guarded = step_of(build(device), mode)
-        times: dict[str, list[float]] = {"plain": [], "guarded": []}
-        for function in (plain, guarded):
-            function()
-        for _ in range(repetitions):
-            times["plain"].append(seconds(plain, device))
-            times["guarded"].append(seconds(guarded, device))
-        ratio = statistics.median(g / p for g, p in zip(times["guarded"], times["plain"], strict=True))
-        print(f"  {mode.name:8} guarded / unguarded step: {ratio:.3f} (median of {repetitions} pairs)")
-    guard_alone(device, repetitions, statistics.median(times["plain"]))
-
-
-def guard_alone(device: str, repetitions: int, step_seconds: float) -> None:
-    """The guard's own work, timed alone against the unguarded step."""
+def guard_alone(device: str, rounds: int, step_seconds: float) -> None:
+    """Print the guard's own work after a step, timed alone, against the unguarded step."""
     model = build(device)
-    routes = find_routes(model)
-    held = held_parameters(model, routes)
+    held = held_parameters(model, find_routes(model))
     starts = {h.name: take_rows(h.parameter.detach(), h.rows, h.dim).clone() for h in held}
-    meter = DriftMeter(model, routes, held, starts)
+    meter = DriftMeter(model, find_routes(model), held, starts)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     pull = AnchorPull(split_groups(optimizer, held, tag="anchor", weight_decay=0.0), starts, Anchor())
 
-    def drift_with_read() -> None:
+    def measure_and_read() -> None:
         meter.measure(0)
         meter.read()
 
-    for name, work in (
-        ("drift of one step", lambda: meter.measure(0)),
-        ("drift read at a log step", drift_with_read),
-        ("anchor's pull", pull.pull),
-    ):
-        work()
-        median = statistics.median(seconds(work, device) for _ in range(10 * repetitions))
-        print(f"  {name:24} / unguarded step: {median / step_seconds:.4f}")
+    work = {
+        "drift at a step": lambda: meter.measure(0),
+        "drift at a log step": measure_and_read,
+        "the anchor's pull": pull.pull,
+    }
+    timings = interleaved(work, rounds=10 * rounds, device=device)
+    for name in work:
+        print(f"  {name:<24} {timings.median(name) / step_seconds:.5f}")
 
 
-def main(device: str = "cpu", repetitions: int = 15) -> None:
-    print(f"guarded training step on {device}, {torch.get_num_threads()} threads")
-    compare(device, repetitions)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.guard_step", description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args(argv)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("benchmarks.guard_step --device cuda: skipped, there is no CUDA device here")
+        return
+    routes = find_routes(build("meta"))
+    print(
+        f"guarded training step, {arguments.device}, {torch.get_num_threads()} threads: "
+        f"{routes.num_model_parameters / 1e6:.0f}M parameters, routing {routes.share:.2%}, {TOKENS[0]} x {TOKENS[1]} tokens"
+    )
+    print(f"whole steps, as ratios to the {FLOOR}")
+    step_seconds = whole_steps(arguments.device, arguments.rounds)
+    print("what the guard does after a step, alone, as ratios to the same")
+    guard_alone(arguments.device, arguments.rounds, step_seconds)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--repetitions", type=int, default=15)
-    main(**vars(parser.parse_args()))
+    main()
