@@ -1,8 +1,9 @@
 """What guarding adds to a training step, as a ratio to the unguarded step of the same model.
 
-The model is a Gemma-2 of about 60 million parameters (six layers with a window, two without) whose routing is about 1 % of
-them. For each mode the whole step is timed, guarded and unguarded in turn; and because one per cent is less than the noise
-of a step, what the guard itself does after a step (drift, and at a log step the logit form too) is timed alone as well.
+The model is a Gemma-2 of about 60 million parameters (six layers with a window, two without) whose routing is about
+1 % of them. For each mode the whole step is timed, guarded and unguarded in turn; and because one per cent is less than
+the noise of a step, what the guard itself does after a step (drift, and at a log step the logit form too) is timed alone
+as well.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     routes = find_routes(build("meta"))
     print(
         f"guarded training step, {arguments.device}, {torch.get_num_threads()} threads: "
-        f"{routes.num_model_parameters / 1e6:.0f}M parameters, routing {routes.share:.2%}, {TOKENS[0]} x {TOKENS[1]} tokens"
+        f"{routes.num_model_parameters / 1e6:.0f}M parameters, routing {routes.share:.2%}, "
+        f"{TOKENS[0]} x {TOKENS[1]} tokens"
     )
     print(f"whole steps, as ratios to the {FLOOR}")
     step_seconds = whole_steps(arguments.device, arguments.rounds)
