@@ -13,7 +13,7 @@ from torch import Tensor
 from routeguard.drift import _products, frobenius
 from routeguard.drift.adapters import dora_delta_norm, lora_delta_distance, lora_delta_norm
 from routeguard.drift.frobenius import compiled_kernel, relative_drift, squared_distance, squared_norm
-from routeguard.drift.routing_form import prepare, routing_drift
+from routeguard.drift.routing_form import compiled_pair_kernel, prepare, routing_drift
 from routeguard.routes.collection import AttentionLayer, Pairing
 
 CHANGES = [1e-2, 1e-4, 1e-5, 1e-6, 1e-7]
@@ -168,9 +168,10 @@ def test_without_a_compiler_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) 
         return fail
 
     monkeypatch.setattr(torch, "compile", broken)
-    compiled_kernel.cache_clear()
-    assert compiled_kernel() is None
-    compiled_kernel.cache_clear()
+    for compiled in (compiled_kernel, compiled_pair_kernel):
+        compiled.cache_clear()
+        assert compiled() is None
+        compiled.cache_clear()
 
 
 # ------------------------------------------------------------------------------------------------- routing form
@@ -425,6 +426,31 @@ def test_nothing_is_read_back_to_the_host() -> None:
     assert lora_delta_norm(meta(2, 24), meta(32, 2), 2.0).shape == ()
     assert lora_delta_distance(meta(2, 24), meta(32, 2), 2.0, meta(2, 24), meta(32, 2), 2.0).shape == ()
     assert dora_delta_norm(meta(32, 24), meta(2, 24), meta(32, 2), 2.0, meta(32)).shape == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_compiled_pair_kernel_agrees_with_the_full_form(pairing: str, dtype: torch.dtype) -> None:
+    kernel = compiled_pair_kernel()
+    if kernel is None:
+        pytest.skip("torch cannot compile here")
+    calls = []
+
+    def counted(now: Tensor, old: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        calls.append(now.shape)
+        return kernel(now, old)
+
+    geometry = layer(4, 2, pairing)
+    start = weights()[0].to(dtype), weights()[1].to(dtype)
+    for change in (1e-2, 1e-6) if dtype == torch.float32 else (1e-2,):
+        now = changed(start[0], change), changed(start[1], change)
+        measured = routing_drift(*now, prepare(*start, geometry), kernel=counted)
+        assert close(measured, brute_force(now, start, geometry), 2e-5)
+    assert calls[:2] == [(NUM_HEADS, 2, 2, D_MODEL), (NUM_KV, 2, 2, D_MODEL)]
+    num_calls = len(calls)
+    assert routing_drift(*start, prepare(*start, layer(0)), kernel=counted).tolist() == [0.0] * NUM_HEADS
+    assert len(calls) == num_calls
 
 
 # ----------------------------------------------------------------------------------------------------- adapters

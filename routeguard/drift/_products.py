@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from routeguard.drift.frobenius import compute_dtype, full_precision
+from routeguard.drift.frobenius import compiled_or_none, compute_dtype, full_precision
 from routeguard.routes.collection import AttentionLayer
 
 # Scalars handled at once: about one head, so that the difference is still in the cache for the inner products.
@@ -33,6 +34,37 @@ class Products:
     cross: Tensor
 
 
+# Two tensors [heads, pairs, 2, inputs] of one dtype, now and at the start, to energy, overlap_real and overlap_imag.
+PairKernel = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+@cache
+def compiled_pair_kernel(device: str = "cpu") -> PairKernel | None:
+    """Compile the fused kernel of `routing_drift` for rotary pairs, or return None where torch cannot compile.
+
+    It takes some seconds for each dtype and pairing, once in a process. Dimensions without rotary do not need it.
+
+    Args:
+        device: type of device to try it on. Default "cpu".
+
+    Returns:
+        A function to pass as `kernel=`, or None if compiling fails (no C++ compiler, unsupported platform or Python).
+
+    Source: derived.
+    """
+    ones = torch.ones(3, 5, 2, 16, device=device)
+    return compiled_or_none(fused_pairs, (ones, torch.zeros_like(ones)), lambda found: float(found[0].sum()) == 480)
+
+
+def fused_pairs(current: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`|d|²`, and the real and imaginary part of `zᴴd`, for the complex columns `d = current − start`, `z = start`."""
+    now, z = current.float(), start.float()
+    d = now - z
+    (d_real, d_imag), (z_real, z_imag) = d.unbind(2), z.unbind(2)
+    energy = (d_real * d_real + d_imag * d_imag).sum(-1)
+    return energy, (z_real * d_real + z_imag * d_imag).sum(-1), (z_real * d_imag - z_imag * d_real).sum(-1)
+
+
 def products(
     weight: Tensor,
     start: Tensor,
@@ -40,25 +72,19 @@ def products(
     start_bias: Tensor | None,
     geometry: AttentionLayer,
     role: str,
+    kernel: PairKernel | None = None,
 ) -> Products:
     """The products of one side ("query" or "key"). Raises ValueError for tensors that do not fit the geometry."""
     heads = geometry.num_heads if role == "query" else geometry.num_key_value_heads
-    square, overlap, gram, cross = _inner_by_kind(_heads(weight, start, heads, geometry, role), geometry)
+    found = _products_of(*_heads(weight, start, heads, geometry, role), geometry, kernel)
     if (bias is None) != (start_bias is None):
-        found, other = ("none now", "at the start") if bias is None else ("one now", "none at the start")
-        raise ValueError(f"the {role} bias of layer {geometry.layer} must be given both times: {found}, {other}")
+        now, before = ("none now", "one at the start") if bias is None else ("one now", "none at the start")
+        raise ValueError(f"the {role} bias of layer {geometry.layer} must be given both times: {now}, {before}")
     if bias is not None and start_bias is not None:
-        columns = _heads(bias[..., None], start_bias[..., None], heads, geometry, f"{role} bias")
-        more = _inner_by_kind(columns, geometry)
-        square, overlap, gram, cross = square + more[0], overlap + more[1], gram + more[2], cross + more[3]
+        column = _heads(bias[..., None], start_bias[..., None], heads, geometry, f"{role} bias")
+        found = [a + b for a, b in zip(found, _products_of(*column, geometry, None), strict=True)]
     group = geometry.num_heads // heads
-    return Products(
-        energy=_shared(square[..., 0, 0] + square[..., 1, 1], group),
-        overlap_real=_shared(overlap[..., 0, 0] + overlap[..., 1, 1], group),
-        overlap_imag=_shared(overlap[..., 1, 0] - overlap[..., 0, 1], group),
-        gram=_shared(gram[:, 0], group),
-        cross=_shared(cross[:, 0], group),
-    )
+    return Products(*(_shared(each, group) for each in found))
 
 
 def _shared(tensor: Tensor, group: int) -> Tensor:
@@ -83,8 +109,8 @@ def _heads(current: Tensor, start: Tensor, heads: int, geometry: AttentionLayer,
     return current.reshape(*apart, current.shape[-1]), start.reshape(*apart, start.shape[-1])
 
 
-def _inner_by_kind(tensors: tuple[Tensor, Tensor], geometry: AttentionLayer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`d dᵀ` and `d zᵀ` within each rotary pair `[heads, pairs, 2, 2]`, then without rotary `[heads, 1, m, m]`."""
+def _products_of(current: Tensor, start: Tensor, geometry: AttentionLayer, kernel: PairKernel | None) -> list[Tensor]:
+    """The fields of `Products` for `[heads, head_dim, inputs]` tensors, one entry for each head."""
     first = geometry.rotary_offset if geometry.rotary_dim else 0
     last = first + geometry.rotary_dim
 
@@ -99,8 +125,19 @@ def _inner_by_kind(tensors: tuple[Tensor, Tensor], geometry: AttentionLayer) -> 
         sides = [side for side in (tensor[:, :first], tensor[:, last:]) if side.shape[1]]
         return (sides[0] if len(sides) == 1 else torch.cat(sides or [tensor[:, :0]], dim=1))[:, None]
 
-    current, start = tensors
-    return *_inner(paired(current), paired(start)), *_inner(unpaired(current), unpaired(start))
+    gram, cross = _inner(unpaired(current), unpaired(start))
+    return [*_pair_products(paired(current), paired(start), kernel), gram[:, 0], cross[:, 0]]
+
+
+def _pair_products(current: Tensor, start: Tensor, kernel: PairKernel | None) -> tuple[Tensor, Tensor, Tensor]:
+    if kernel is not None and current.numel() and current.dtype == start.dtype != torch.float64:
+        return kernel(current, start)
+    square, overlap = _inner(current, start)
+    return (
+        square[..., 0, 0] + square[..., 1, 1],
+        overlap[..., 0, 0] + overlap[..., 1, 1],
+        overlap[..., 1, 0] - overlap[..., 0, 1],
+    )
 
 
 def _inner(current: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ _CHUNK_ACCELERATOR = 1 << 22
 # Two tensors [n, KERNEL_COLUMNS] of one dtype to the 0-d sum of squares of their difference.
 Kernel = Callable[[Tensor, Tensor], Tensor]
 KERNEL_COLUMNS = 1024
+Found = TypeVar("Found")
 
 
 @torch.no_grad()
@@ -69,25 +71,24 @@ def squared_distance(
 
 
 @cache
-def compiled_kernel() -> Kernel | None:
+def compiled_kernel(device: str = "cpu") -> Kernel | None:
     """Compile the fused kernel of `squared_distance`, or return None where torch cannot compile.
 
     It takes some seconds for each dtype, once in a process, and reads each tensor once: worth it where drift is
     measured at every step of a long run. It is tried on a small tensor first, so a missing compiler shows at once.
+
+    Args:
+        device: type of device to try it on. Default "cpu".
 
     Returns:
         A function to pass as `kernel=`, or None if compiling fails (no C++ compiler, unsupported platform or Python).
 
     Source: derived.
     """
-    kernel = torch.compile(_fused_sum_of_squares, dynamic=True)
-    ones = torch.ones(3, KERNEL_COLUMNS)
-    try:
-        with torch.no_grad():
-            works = float(kernel(ones, torch.zeros_like(ones))) == ones.numel()
-    except Exception:  # whatever the compiler stack raises, plain operations remain
-        return None
-    return kernel if works else None
+    ones = torch.ones(3, KERNEL_COLUMNS, device=device)
+    return compiled_or_none(
+        _fused_sum_of_squares, (ones, torch.zeros_like(ones)), lambda found: float(found) == ones.numel()
+    )
 
 
 @torch.no_grad()
@@ -156,6 +157,18 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
                 "dequantise the weight first"
             )
     return torch.float64 if all(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+
+
+def compiled_or_none(
+    function: Callable[..., Found], example: tuple[Tensor, ...], correct: Callable[[Found], bool]
+) -> Callable[..., Found] | None:
+    """Compile for any size, try it on the example, and return None if that fails or the result is not correct."""
+    try:
+        compiled = torch.compile(function, dynamic=True)
+        with torch.no_grad():
+            return compiled if correct(compiled(*example)) else None
+    except Exception:  # whatever the compiler stack raises, plain operations remain
+        return None
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
