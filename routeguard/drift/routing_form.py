@@ -136,7 +136,7 @@ def routing_drift(
     and the key's share cancel. A head whose start is zero reports the plain distance, as `relative_drift` does.
 
     Cost: with rotary one pass over the tensors when compiled and three when not; without rotary about `4 · head_dim`
-    multiplications for each scalar (measured on a CPU: 5 fused AdamW steps for heads of 64, 8 for heads of 128).
+    multiplications for each scalar (measured on a CPU: 5 fused AdamW steps for heads of 64, 9 for heads of 128).
 
     Args:
         query, key, query_bias, key_bias: the current tensors, shaped like those given to `prepare`; a bias is given
