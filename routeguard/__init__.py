@@ -52,9 +52,9 @@ if TYPE_CHECKING:
     from routeguard.protect.lora_targets import check_lora_coverage, lora_config, lora_targets
     from routeguard.protect.modes import Anchor, Freeze, Interpolate, LowLR, QKPro, QKRestore, Track
     from routeguard.restoration.in_memory import restore, restored
+    from routeguard.routes.architecture import Architecture
     from routeguard.routes.collection import AttentionLayer, Route, Routes
     from routeguard.routes.find import find_routes
-    from routeguard.routes.architecture import Architecture
     from routeguard.routes.table import register_architecture
     from routeguard.routes.verify import verify_routes as verify
     from routeguard.training.guard import RouteGuard

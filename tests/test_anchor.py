@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from routeguard import Anchor, anchor, find_routes
+from routeguard.protect.anchor import AnchorPull
+from routeguard.protect.groups import split_groups
+from routeguard.protect.held import Held
 from routeguard.protect.rows import put_rows, take_rows
 from tests.loops import assert_same, routed_values, state, tiny, train
 
@@ -62,15 +65,16 @@ def test_half_life_is_what_it_says() -> None:
     assert math.isclose(displacement, 0.5)
 
 
-def test_no_entry_rests_further_than_one_over_strength_under_adamw() -> None:
+def test_under_adamw_a_steadily_pushed_entry_rests_at_one_over_strength() -> None:
     """A constant gradient drives AdamW at full speed; the pull balances it at about 1 / strength."""
     parameter = torch.nn.Parameter(torch.zeros(4))
-    optimizer = torch.optim.AdamW([parameter], lr=1e-2, weight_decay=0.0)
+    optimizer = torch.optim.AdamW([parameter, torch.nn.Parameter(torch.zeros(1))], lr=1e-2, weight_decay=0.0)
+    held = Held("weight", parameter, None, 0, "base", ())
+    groups = split_groups(optimizer, [held], tag="anchor", weight_decay=0.0)
+    AnchorPull(groups, {"weight": torch.zeros(4)}, Anchor(20.0))
     for _ in range(400):
         parameter.grad = torch.tensor([1.0, -1.0, 1e-3, 5.0])
         optimizer.step()
-        with torch.no_grad():
-            parameter.lerp_(torch.zeros(4), 1e-2 * 20.0)
     torch.testing.assert_close(parameter.abs().detach(), torch.full((4,), 1 / 20.0), rtol=0.25, atol=0.0)
 
 

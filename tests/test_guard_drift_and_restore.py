@@ -208,3 +208,31 @@ def test_an_exception_in_training_leaves_no_wrapper_for_the_next_run(tmp_path: P
     assert "log" not in vars(trainer)
     logged = [r for r in trainer.state.log_history if "routeguard/drift_query" in r]
     assert [r["step"] for r in logged] == [2, 4]
+
+
+def test_a_tensor_frozen_by_hand_is_watched_too(tmp_path: Path) -> None:
+    """Q/K without gradients from before, an optimizer over everything, and a callback that unfreezes them."""
+    model = tiny()
+    for route in find_routes(model):
+        model.get_parameter(route.parameter).requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with pytest.raises(RuntimeError, match="trainable again"):
+        run(model, tmp_path, RouteGuard(), Unfreezes(), trainer_options={"optimizers": (optimizer, None)})
+
+
+def test_a_frozen_run_has_a_line_for_every_step(tmp_path: Path) -> None:
+    run(tiny(), tmp_path, RouteGuard(), max_steps=5)
+    _, samples = read_record(tmp_path / "routeguard" / "drift.jsonl")
+    assert [s.step for s in samples] == [1, 2, 3, 4, 5]
+    assert all(set(s.factors.values()) == {0.0} for s in samples)
+
+
+def test_the_drift_before_a_restore_is_that_of_the_restored_model(tmp_path: Path) -> None:
+    trainer = run(tiny(), tmp_path, RouteGuard(Track(), QKRestore()), max_steps=5)
+    _, samples = read_record(tmp_path / "routeguard" / "drift.jsonl")
+    before = [
+        r["routeguard/drift_before_restore"]
+        for r in trainer.state.log_history
+        if "routeguard/drift_before_restore" in r
+    ]
+    assert before == [pytest.approx(max(samples[-1].factors.values()), rel=1e-4)]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from routeguard import Anchor, LowLR, QKRestore, RouteGuard, Track, find_routes, freeze
 from routeguard.drift.record import read_record
@@ -18,7 +19,12 @@ from tests.trainers import make, run
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-TARGETS = {"lfm2": ["q_proj", "k_proj", "v_proj"], "qwen3_5_text": ["q_proj", "k_proj", "v_proj"], "phi3": ["qkv_proj"]}
+TARGETS = {
+    "lfm2": ["q_proj", "k_proj", "v_proj"],
+    "qwen3_5_text": ["q_proj", "k_proj", "v_proj"],
+    "phi3": ["qkv_proj"],
+    "gpt2": ["c_attn"],
+}
 
 
 def adapted(case: str, **options) -> nn.Module:
@@ -36,11 +42,15 @@ def deltas(model: nn.Module) -> dict[str, Tensor]:
 
 
 def effective(model: nn.Module, name: str) -> Tensor:
-    """The merged weight that the layer computes with, held rows and all."""
+    """The merged weight that the layer computes with, output rows first, held rows and all."""
     layer = model.get_submodule(name[: name.index(".base_layer.")])
     merged = layer.get_base_layer().weight.detach() + layer.get_delta_weight("default").detach()
+    if isinstance(layer.get_base_layer(), Conv1D):
+        merged = merged.T
     if layer.lora_magnitude_vector:
-        merged = merged * (layer.lora_magnitude_vector["default"].weight.detach() / merged.norm(dim=1))[:, None]
+        merged = (
+            merged * (layer.lora_magnitude_vector["default"].weight.detach().flatten() / merged.norm(dim=1))[:, None]
+        )
     return merged
 
 
@@ -120,7 +130,7 @@ def test_anchor_scales_delta_and_not_the_shared_factor(tmp_path: Path) -> None:
         torch.testing.assert_close(pulled.a, free.a, atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("case", ["lfm2", "qwen3_5_text", "phi3"])
+@pytest.mark.parametrize("case", TARGETS)
 @pytest.mark.parametrize(
     "options",
     [{}, {"use_rslora": True}, {"init_lora_weights": "pissa"}, {"use_dora": True}],
@@ -138,7 +148,7 @@ def test_drift_is_that_of_the_merged_weight(case: str, options: dict, tmp_path: 
         change = {r.parameter: effective(trainer.model, r.parameter) - start[r.parameter] for r in mine}
         moved = sum(take_rows(change[r.parameter], r.rows).square().sum() for r in mine)
         base = dict(trainer.model.named_parameters())
-        whole = sum(take_rows(base[r.parameter], r.rows).square().sum() for r in mine)
+        whole = sum(take_rows(base[r.parameter], r.rows, r.dim).square().sum() for r in mine)
         assert value == pytest.approx((moved / whole).sqrt().item(), rel=2e-3)
 
 
@@ -160,7 +170,7 @@ def test_dora_rows_and_magnitudes_are_held(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_rows_of_an_adapter_with_another_start_are_refused(init: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="starts with a non-zero B"):
+    with pytest.raises(ValueError, match="not zero in its held rows"):
         make(adapted("qwen3_5_text", init_lora_weights=init), tmp_path, RouteGuard())
     whole = run(adapted("lfm2", init_lora_weights=init), tmp_path, RouteGuard())  # whole tensors are fine
     start = adapted("lfm2", init_lora_weights=init)
@@ -238,3 +248,56 @@ def test_adapters_on_a_quantised_base(bits: int, tmp_path: Path) -> None:
     assert all(0 < value < 10 for value in samples[-1].factors.values())
     with pytest.raises(ValueError, match="stored quantised and there is no adapter"):
         RouteGuard()._protect(quantised().unload())
+
+
+@pytest.mark.parametrize("case", ["lfm2", "qwen3_5_text"])
+@pytest.mark.parametrize("mode", ["freeze", "low_lr", "anchor", "track"])
+def test_resume_with_an_adapter_is_bit_identical(mode: str, case: str, tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
+    straight = run(adapted(case), tmp_path / "a", RouteGuard(mode), **saving)
+    run(adapted(case), tmp_path / "b", RouteGuard(mode), **saving)
+    again = run(adapted(case), tmp_path / "b", RouteGuard(mode), resume=str(tmp_path / "b" / "checkpoint-2"), **saving)
+    for (name, a), (_, b) in zip(straight.model.named_parameters(), again.model.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def trained(case: str) -> nn.Module:
+    """An adapter that an earlier stage has moved from zero."""
+    model = adapted(case)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    return model
+
+
+def test_rows_of_a_trained_adapter_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not zero in its held rows"):
+        make(trained("qwen3_5_text"), tmp_path, RouteGuard())
+    with pytest.raises(ValueError, match="feeds routing rows and others"):
+        make(trained("qwen3_5_text"), tmp_path, RouteGuard("anchor"))
+
+
+def test_a_trained_adapter_must_say_which_start_it_protects(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has been trained before"):
+        run(trained("lfm2"), tmp_path, RouteGuard("track"))
+    run(trained("lfm2"), tmp_path, RouteGuard("track", reference="start"))
+
+
+def test_anchor_holds_both_factors_of_a_trained_adapter(tmp_path: Path) -> None:
+    """With a full pull every step nothing may be left of the step."""
+    start = deltas(trained("lfm2"))
+    guard = RouteGuard(Anchor(100.0), reference="start")
+    held = run(trained("lfm2"), tmp_path, guard, lr_scheduler_type="constant")
+    for name, delta in deltas(held.model).items():
+        assert torch.equal(delta, start[name])
+
+
+def test_freeze_of_an_adapter_accepts_the_base_as_reference(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path / "base")
+    run(adapted("lfm2"), tmp_path / "a", RouteGuard(reference=str(tmp_path / "base")))
+    with pytest.raises(ValueError, match="differ from the reference"):
+        run(trained("lfm2"), tmp_path / "b", RouteGuard(reference=str(tmp_path / "base")))
+    tiny(seed=1).save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="differ from the reference"):
+        run(adapted("lfm2"), tmp_path / "c", RouteGuard(reference=str(tmp_path / "other")))

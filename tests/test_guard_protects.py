@@ -190,3 +190,40 @@ def test_nothing_is_left_behind(mode: str, tmp_path: Path) -> None:
     assert all(p.requires_grad for p in model.parameters())
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
     assert modules == [n for n, _ in model.named_modules()] and keys == list(model.state_dict())
+
+
+@pytest.mark.parametrize("mode", ["low_lr", "anchor"])
+def test_after_detach_everything_trains_again(mode: str, tmp_path: Path) -> None:
+    model = tiny("qwen3_5_text")
+    guard = RouteGuard(mode)
+    trainer = run(model, tmp_path, guard)
+    guard.detach()
+    before = parameters(trainer)
+    trainer.train()
+    assert_moved(before, parameters(trainer))
+
+
+def test_rates_of_ones_own_keep_their_ratio(tmp_path: Path) -> None:
+    model = tiny()
+    routing = [model.get_parameter(name) for name in find_routes(model).parameters]
+    rest = [p for p in model.parameters() if all(p is not q for q in routing)]
+    optimizer = torch.optim.AdamW([{"params": rest, "lr": 1e-3}, {"params": routing, "lr": 5e-4}])
+    run(model, tmp_path, RouteGuard(LowLR(0.1)), trainer_options={"optimizers": (optimizer, None)})
+    assert optimizer.param_groups[1]["lr"] == pytest.approx(0.05 * optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("mode", ["freeze", "low_lr", "anchor"])
+@pytest.mark.parametrize("case", ["lfm2", "qwen3_5_text"])
+def test_mixed_precision_and_checkpointing_as_trl_has_them(mode: str, case: str, tmp_path: Path) -> None:
+    """bf16 autocast over float32 weights, gradient checkpointing: TRL's defaults."""
+    settings = {"sft": True, "bf16": True, "gradient_checkpointing": True}
+    model = tiny(case)
+    before = routed_values(model, find_routes(model))
+    trainer = run(model, tmp_path / "a", RouteGuard(mode), **settings)
+    after = routed_values(trainer.model, find_routes(trainer.model))
+    if mode == "freeze":
+        assert_same(before, after)
+        return
+    free = run(tiny(case), tmp_path / "b", **settings)
+    for name, value in routed_values(free.model, find_routes(free.model)).items():
+        assert 0 < (after[name] - before[name]).norm() < 0.8 * (value - before[name]).norm()

@@ -24,9 +24,9 @@ SAVING = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
 
 
 def interrupted(model, output: Path, guard: RouteGuard | None, resumed: RouteGuard | None) -> Trainer:
-    """Four steps, forgotten; then resumed from the checkpoint at step 2 with a fresh model object."""
+    """Four steps, forgotten; then resumed from the checkpoint at step 2 with a fresh model of other random weights."""
     run(model, output, *([guard] if guard else []), **SAVING)
-    fresh = tiny(model.config.model_type)
+    fresh = tiny(model.config.model_type, seed=1)
     return run(fresh, output, *([resumed] if resumed else []), resume=str(output / "checkpoint-2"), **SAVING)
 
 
@@ -169,3 +169,69 @@ def test_resumed_folder_is_read_off_the_running_call_only(tmp_path: Path) -> Non
     trainer = make(tiny(), tmp_path, RouteGuard())
     resume_from_checkpoint = "not this one"  # a local of a frame that is not the trainer's
     assert resumed_folder(trainer) is None and resume_from_checkpoint
+
+
+def test_start_still_means_the_start_of_the_run_after_a_resume(tmp_path: Path) -> None:
+    guards = [RouteGuard(Anchor(20.0), reference="start") for _ in range(3)]
+    straight = run(tiny(), tmp_path / "a", guards[0], **SAVING)
+    again = interrupted(tiny(), tmp_path / "b", guards[1], guards[2])
+    assert_same(parameters(straight), parameters(again))
+    assert logged_drift(straight) == logged_drift(again)
+
+
+def test_a_named_reference_does_not_switch_the_checks_off(tmp_path: Path) -> None:
+    base, other = tmp_path / "base", tmp_path / "other"
+    tiny().save_pretrained(base)
+    tiny(seed=2).save_pretrained(other)
+    run(tiny(), tmp_path / "run", RouteGuard(Anchor(20.0), reference=str(base)), **SAVING)
+    resume = {"resume": str(tmp_path / "run" / "checkpoint-2"), **SAVING}
+    with pytest.raises(ValueError, match="other settings than it had"):
+        run(tiny(), tmp_path / "run", RouteGuard(Anchor(50.0), reference=str(base)), **resume)
+    with pytest.raises(ValueError, match="protected another start"):
+        run(tiny(), tmp_path / "run", RouteGuard(Anchor(20.0), reference=str(other)), **resume)
+    run(tiny(), tmp_path / "run", RouteGuard(Anchor(20.0), reference=str(base)), **resume)
+
+
+def test_a_model_saved_elsewhere_still_says_what_it_protected(tmp_path: Path) -> None:
+    first = run(tiny(), tmp_path / "sft", RouteGuard("track"))
+    first.save_model(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="Say which start this stage protects"):
+        second_stage(tmp_path / "elsewhere", tmp_path / "rl", RouteGuard("track"))
+
+
+def test_a_second_train_keeps_the_first_start(tmp_path: Path) -> None:
+    trainer = run(tiny(), tmp_path, RouteGuard("track"), **SAVING)
+    first = logged_drift(trainer)
+    trainer.args.max_steps = 2
+    trainer.args.learning_rate = 1e-6
+    trainer.train()
+    assert logged_drift(trainer)[0] == pytest.approx(first[-1], rel=0.2)  # a new start would log almost nothing
+
+
+def test_a_weights_only_checkpoint_counts_as_resumed(tmp_path: Path) -> None:
+    run(tiny(), tmp_path, RouteGuard("track"), **SAVING)
+    for name in ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        (tmp_path / "checkpoint-2" / name).unlink(missing_ok=True)
+    trainer = make(tiny(seed=1), tmp_path, RouteGuard("track"), **SAVING)
+    with pytest.raises((FileNotFoundError, ValueError)):
+        trainer.train(resume_from_checkpoint=tmp_path / "checkpoint-2" / "nowhere")
+    from routeguard.training.start import find_start
+
+    guard = RouteGuard("track")
+    guard.attach(make(tiny(), tmp_path / "other"))
+    from routeguard.protect.held import held_parameters
+
+    model = tiny(seed=3)
+    start = find_start(
+        None,
+        model,
+        held_parameters(model, find_routes(model)),
+        guard.run_state(),
+        guard.protect,
+        output_dir=tmp_path,
+        resumed_from=tmp_path / "checkpoint-2",
+        resumed=True,
+        kept=None,
+        insist=False,
+    )
+    assert start.digest == read_state(tmp_path).reference_digest

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from routeguard.protect.groups import RoutingGroups, check_anchor_rate, split_groups
-from routeguard.protect.held import Held, held_parameters, starts_at_zero
+from routeguard.protect.held import Held, held_parameters, trained_adapters
 from routeguard.protect.modes import Anchor
 from routeguard.protect.rows import take_rows
 from routeguard.routes.collection import Routes
@@ -70,17 +70,26 @@ def anchor(
     held rows. Raises ValueError as `split_groups` does, and for `lr * strength` above 1.
     """
     mode = Anchor(strength)
-    held = anchored(held_parameters(model, routes), model)
+    held = anchored(held_parameters(model, routes))
     groups = split_groups(optimizer, held, tag=Anchor.name, weight_decay=0.0)
     starts = {h.name: take_rows(h.parameter.detach(), h.rows, h.dim).clone() for h in held if h.trainable}
     return AnchorPull(groups, starts, mode)
 
 
-def anchored(held: list[Held], model: nn.Module) -> list[Held]:
-    """Those that the pull acts on: a zero-start adapter is pulled through its B (and magnitude), its A stays free."""
-    return [
-        h for h in held if not (h.part == "lora_A" and starts_at_zero(model, h.name.split("lora_A.")[1].split(".")[0]))
-    ]
+def anchored(held: Sequence[Held]) -> list[Held]:
+    """Those that the pull acts on. An adapter at zero is pulled through its B (and magnitude), and its A stays free.
+
+    To be called at the start: it reads the values of B.
+    """
+    moved = {name.replace(".lora_B.", ".lora_A.") for name in trained_adapters(held)}
+    shared = [h.name for h in held if h.is_shared_factor and h.name in moved]
+    if shared:
+        raise ValueError(
+            f"{shared[0]} (and {len(shared) - 1} more) feeds routing rows and others, and its adapter is not at "
+            "zero: pulling B alone would not hold the rows, and pulling A would hold the others. Start a fresh "
+            "adapter (merge the old one first), or exclude the module from the adapter (routeguard.lora_config)"
+        )
+    return [h for h in held if h.part != "lora_A" or h.name in moved]
 
 
 def _slice_of(start: Tensor, held: Held, at: tuple[int, int]) -> Tensor:

@@ -7,14 +7,14 @@ copied back after each optimizer step, because weight decay moves even rows with
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from routeguard.protect.held import Held, held_parameters, starts_at_zero
+from routeguard.protect.held import Held, held_parameters, trained_adapters
 from routeguard.protect.optimizers import refuse_row_mixing_optimizer
 from routeguard.protect.rows import clear_rows, put_rows, take_rows
 from routeguard.routes.collection import Routes
@@ -27,10 +27,12 @@ class Frozen:
     Attributes:
         whole: parameters that no longer require a gradient.
         rows: parameters of which only some rows are held.
+        before: held parameters that did not require a gradient before either; `release` leaves them so.
     """
 
     whole: list[Held]
     rows: list[Held]
+    before: list[Held]
     start: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _gradient_hooks: list[Any] = field(default_factory=list, repr=False)
     _step_hooks: list[Any] = field(default_factory=list, repr=False)
@@ -46,10 +48,27 @@ class Frozen:
         self._step_hooks.append((optimizer, optimizer.register_step_post_hook(lambda *_: self.put_back())))
 
     @torch.no_grad()
+    def take_start(self) -> None:
+        """Take the held rows as they are now for their start. Raises ValueError as `freeze` does.
+
+        `freeze` does it once; call it again after loading other weights into the model.
+        """
+        _refuse_moving_factor(self.rows)
+        for held in self.rows:
+            self.start[held.name] = take_rows(held.parameter.detach(), held.rows, held.dim).clone()
+
+    @torch.no_grad()
     def put_back(self) -> None:
         """Copy the held rows' start over them (whole parameters need none)."""
         for held in self.rows:
             put_rows(held.parameter, held.rows, self.start[held.name], held.dim)
+
+    def hold_rows(self) -> None:
+        """Zero the held rows' gradients from now on; idempotent, and again after `detach`."""
+        if not self._gradient_hooks:
+            self._gradient_hooks += [
+                held.parameter.register_post_accumulate_grad_hook(_clearing(held)) for held in self.rows
+            ]
 
     def release(self) -> None:
         """Undo the freeze: whole parameters require gradients again, hooks are removed. The values stay."""
@@ -87,25 +106,18 @@ def freeze(model: nn.Module, routes: Routes) -> Frozen:
         gradients, `frozen.attach(optimizer)`, train, and `frozen.detach()` if the rows' hooks shall go.
 
     Raises:
-        ValueError: rows inside an adapter whose start is not zero (PiSSA, OLoRA): its A moves the rows.
+        ValueError: rows inside an adapter that is not at zero (PiSSA, OLoRA, trained before): its A moves the rows.
     """
-    whole: list[Held] = []
-    rows: list[Held] = []
-    for held in held_parameters(model, routes):
-        if not held.trainable:
-            continue
-        if held.rows is None:
-            if not (held.part == "lora_A" and _is_shared_factor(held, routes)):
-                whole.append(held)
-        else:
-            _refuse_moving_start(model, held)
-            rows.append(held)
-    for held in whole:
-        held.parameter.requires_grad_(False)
-    frozen = Frozen(whole, rows)
-    for held in rows:
-        frozen.start[held.name] = take_rows(held.parameter.detach(), held.rows, held.dim).clone()
-        frozen._gradient_hooks.append(held.parameter.register_post_accumulate_grad_hook(_clearing(held)))
+    held = [h for h in held_parameters(model, routes) if not h.is_shared_factor]
+    frozen = Frozen(
+        whole=[h for h in held if h.trainable and h.rows is None],
+        rows=[h for h in held if h.trainable and h.rows is not None],
+        before=[h for h in held if not h.trainable],
+    )
+    frozen.take_start()
+    for h in frozen.whole:
+        h.parameter.requires_grad_(False)
+    frozen.hold_rows()
     return frozen
 
 
@@ -117,18 +129,12 @@ def _clearing(held: Held) -> Callable[[Tensor], None]:
     return clear
 
 
-def _is_shared_factor(held: Held, routes: Routes) -> bool:
-    """LoRA's A feeds every row of the module; it stays free when only some of those rows are held."""
-    return routes.rows_of(held.routes[0].parameter) is not None
-
-
-def _refuse_moving_start(model: nn.Module, held: Held) -> None:
-    if held.part != "lora_B":
-        return
-    adapter = held.name.split("lora_B.")[1].split(".")[0]
-    if not starts_at_zero(model, adapter):
+def _refuse_moving_factor(rows: Sequence[Held]) -> None:
+    moving = trained_adapters(rows)
+    if moving:
         raise ValueError(
-            f"{held.name}: adapter {adapter!r} starts with a non-zero B (PiSSA, OLoRA or the like), so its A, which "
-            "all rows share, would move the held rows even while B's rows stand still. Initialise it with "
-            "init_lora_weights=True, or exclude the module from the adapter (routeguard.lora_config)"
+            f"{moving[0]} (and {len(moving) - 1} more) is not zero in its held rows: the adapter starts elsewhere "
+            "(PiSSA, OLoRA) or has been trained before, so its A, which all rows share, would move the held rows "
+            "even while B's rows stand still. Start a fresh adapter (init_lora_weights=True; merge the old one "
+            "first), or exclude the module from the adapter (routeguard.lora_config)"
         )

@@ -19,20 +19,28 @@ from routeguard.routes.find import find_routes
 TAG = "routeguard"  # the group key; its value is the mode's name
 
 
+@dataclass(frozen=True)
+class GroupPair:
+    """Indices of a tagged group and of the group it is compared with (-1: none), and the ratio of their rates."""
+
+    tagged: int
+    sibling: int
+    ratio: float
+
+
 @dataclass
 class RoutingGroups:
     """The tagged groups of one optimizer and what keeps them honest.
 
     Attributes:
-        scale: factor on the learning rate of the group that each tagged group was taken from.
         members: held parameter (or view of its rows) to the `Held` it belongs to and the row range (None: whole).
+        pairs: each tagged group beside the group it was taken from (or the first one, if nothing else was in it).
     """
 
     optimizer: torch.optim.Optimizer
     tag: str
-    scale: float
     members: dict[nn.Parameter, tuple[Held, tuple[int, int] | None]]
-    pairs: list[tuple[int, int]]
+    pairs: list[GroupPair]
     views: list[RowViews] = field(default_factory=list)
     _hooks: list[Any] = field(default_factory=list, repr=False)
 
@@ -41,37 +49,37 @@ class RoutingGroups:
         return [group for group in self.optimizer.param_groups if group.get(TAG) == self.tag]
 
     def check(self) -> None:
-        """Raise RuntimeError if a tag is gone or a rate is no longer `scale` times that of its sibling group."""
+        """Raise RuntimeError if a tag is gone or a rate no longer has its ratio to that of the sibling group."""
         groups = self.optimizer.param_groups
-        for tagged, sibling in self.pairs:
-            if tagged >= len(groups) or groups[tagged].get(TAG) != self.tag:
+        for pair in self.pairs:
+            if pair.tagged >= len(groups) or groups[pair.tagged].get(TAG) != self.tag:
                 raise RuntimeError(
-                    f"optimizer group {tagged} lost its {self.tag!r} tag (a checkpoint or another callback replaced "
-                    "the groups): routing is no longer protected"
+                    f"optimizer group {pair.tagged} lost its {self.tag!r} tag (a checkpoint or another callback "
+                    "replaced the groups): routing is no longer protected"
                 )
-            if sibling < 0:
+            if pair.sibling < 0:
                 continue
-            expected, found = groups[sibling]["lr"] * self.scale, groups[tagged]["lr"]
-            if abs(float(found) - float(expected)) > 1e-6 * max(abs(float(expected)), 1e-30):
+            sibling, found = float(groups[pair.sibling]["lr"]), float(groups[pair.tagged]["lr"])
+            if abs(found - sibling * pair.ratio) > 1e-6 * max(abs(sibling * pair.ratio), 1e-30):
                 raise RuntimeError(
-                    f"the routing group learns at {float(found):.3e}, not at {self.scale} x "
-                    f"{float(groups[sibling]['lr']):.3e}: a scheduler or callback sets group rates by itself. Use one "
-                    "that scales all groups alike (LambdaLR does)"
+                    f"the routing group learns at {found:.3e}, not at {pair.ratio:.3g} x {sibling:.3e}: a scheduler or "
+                    "callback sets group rates by itself. Use one that scales all groups alike (LambdaLR does)"
                 )
 
     def reassert(self, scheduler: Any = None) -> None:
         """Write tags and starting rates again, after `load_state_dict` replaced the groups' and the scheduler's."""
         base_rates = getattr(scheduler, "base_lrs", None)
-        for tagged, sibling in self.pairs:
-            group = self.optimizer.param_groups[tagged]
+        for pair in self.pairs:
+            group = self.optimizer.param_groups[pair.tagged]
             group[TAG] = self.tag
-            if sibling < 0:
+            if pair.sibling < 0:
                 continue
+            sibling = self.optimizer.param_groups[pair.sibling]
             for key in ("lr", "initial_lr"):
-                if key in self.optimizer.param_groups[sibling]:
-                    group[key] = self.optimizer.param_groups[sibling][key] * self.scale
+                if key in sibling:
+                    group[key] = sibling[key] * pair.ratio
             if base_rates is not None:
-                base_rates[tagged] = base_rates[sibling] * self.scale
+                base_rates[pair.tagged] = base_rates[pair.sibling] * pair.ratio
 
     def arm(self) -> None:
         """Check before each step, and hand row views their gradients; idempotent, and again after `remove`."""
@@ -88,7 +96,7 @@ class RoutingGroups:
             views.after_step()
 
     def remove(self) -> None:
-        """Remove every hook. The groups stay."""
+        """Remove every hook. The groups stay; with row views, call `arm` before the optimizer steps again."""
         for hook in self._hooks:
             hook.remove()
         for views in self.views:
@@ -121,7 +129,7 @@ def split_groups(
             "the optimizer already holds state (it has made steps, or is one like Adagrad that starts with state); "
             f"{mode} must split its groups before that"
         )
-    movable = {id(h.parameter): h for h in held if h.trainable and not _free_factor(h)}
+    movable = {id(h.parameter): h for h in held if h.trainable and not h.is_shared_factor}
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not movable.keys() & known:
         raise ValueError(
@@ -172,10 +180,15 @@ def _split(
     optimizer.param_groups[:] = kept + [new for new, _ in tagged]
     fallback = 0 if kept else -1
     at = {id(group): index for index, group in enumerate(optimizer.param_groups)}
-    pairs = [(at[id(new)], at[id(old)] if old is not None else fallback) for new, old in tagged]
-    groups = RoutingGroups(optimizer, tag, scale, members, pairs, views)
+    pairs = [_pair(optimizer, at[id(new)], at[id(old)] if old is not None else fallback) for new, old in tagged]
+    groups = RoutingGroups(optimizer, tag, members, pairs, views)
     groups.arm()
     return groups
+
+
+def _pair(optimizer: torch.optim.Optimizer, tagged: int, sibling: int) -> GroupPair:
+    rates = [float(optimizer.param_groups[index]["lr"]) for index in (tagged, sibling)]
+    return GroupPair(tagged, sibling, rates[0] / rates[1] if sibling >= 0 and rates[1] else 1.0)
 
 
 def param_groups(
@@ -257,11 +270,6 @@ def check_anchor_rate(groups: Iterable[Mapping[str, Any]], mode: Anchor) -> None
                 f"Anchor(strength={mode.strength:g}) at a learning rate of {float(group['lr']):g} pulls by more than "
                 f"the whole way in one step; use a strength of at most {1 / float(group['lr']):g}, or Freeze()"
             )
-
-
-def _free_factor(held: Held) -> bool:
-    """LoRA's A stays at the full rate where only some of the rows it feeds are held."""
-    return held.part == "lora_A" and any(route.rows is not None for route in held.routes)
 
 
 def _refuse_columns(partial: Sequence[Held], mode: str) -> None:

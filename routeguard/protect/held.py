@@ -6,12 +6,14 @@ adapter on it: LoRA's A and B (rows of a route are rows of B), DoRA's magnitude,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
 
-from routeguard.routes.collection import Kind, Role, Route, Routes, Rows, merge_rows
+from routeguard.protect.rows import take_rows
+from routeguard.routes.collection import Route, Routes, Rows, merge_rows
 from routeguard.routes.in_memory import is_quantised
 from routeguard.routes.names import canonical_name
 
@@ -45,6 +47,11 @@ class Held:
         return canonical_name(self.name)
 
     @property
+    def is_shared_factor(self) -> bool:
+        """LoRA's A where only some of the rows it feeds are routing: it serves the others too, and stays free."""
+        return self.part == "lora_A" and any(route.rows is not None for route in self.routes)
+
+    @property
     def trainable(self) -> bool:
         return self.parameter.requires_grad
 
@@ -72,8 +79,6 @@ class LoraPair:
     b: nn.Parameter
     scale: float
     base_layer: Any  # nn.Linear or what stands for it (Conv1D, a quantised linear)
-    adapter: str
-    zero_start: bool
     magnitude: nn.Parameter | None = None
 
 
@@ -112,8 +117,6 @@ def lora_pairs(model: nn.Module, routes: Routes) -> list[LoraPair]:
                     b=layer.lora_B[adapter].weight,
                     scale=float(layer.scaling[adapter]),
                     base_layer=layer.get_base_layer(),
-                    adapter=adapter,
-                    zero_start=starts_at_zero(model, adapter),
                     magnitude=_magnitude(layer, adapter),
                 )
             )
@@ -125,8 +128,25 @@ def _magnitude(layer: Any, adapter: str) -> nn.Parameter | None:
     return vectors[adapter].weight if vectors is not None and adapter in vectors else None
 
 
+def trained_adapters(held: Sequence[Held]) -> list[str]:
+    """Names of held B factors with a non-zero entry in their held rows: the adapter has been trained, or starts so.
+
+    Reads values, so it waits for the device.
+    """
+    return [
+        h.name
+        for h in held
+        if h.part == "lora_B" and not h.parameter.is_meta and bool(take_rows(h.parameter.detach(), h.rows, h.dim).any())
+    ]
+
+
+def adapter_of(name: str) -> str:
+    """The adapter's name inside that of one of its factors: "….lora_B.default.weight" → "default"."""
+    return name.split(".lora_B.")[1].split(".")[0]
+
+
 def starts_at_zero(model: nn.Module, adapter: str) -> bool:
-    """Whether the adapter's initialisation leaves B at zero (PiSSA, OLoRA, LoftQ … do not)."""
+    """Whether a fresh adapter of this configuration has B at zero (PiSSA, OLoRA, LoftQ … do not)."""
     config = peft_configs(model).get(adapter)
     return config is None or getattr(config, "init_lora_weights", True) in ZERO_B_INITS
 
@@ -192,12 +212,3 @@ def _part(local: str, layer: nn.Module) -> tuple[Part, int]:
     if head == "lora_magnitude_vector":
         return "magnitude", 0
     return "adapter", 0
-
-
-def roles_of(held: Held) -> tuple[Role, ...]:
-    """The roles that a held parameter carries, once each."""
-    return tuple(dict.fromkeys(route.role for route in held.routes))
-
-
-def kinds_of(held: Held) -> tuple[Kind, ...]:
-    return tuple(dict.fromkeys(route.kind for route in held.routes))

@@ -15,7 +15,6 @@ from routeguard.routes.collection import NORMALISED, AttentionLayer, Route, Rout
 from routeguard.routes.names import canonical_name
 
 
-
 def interpolated(tuned: Tensor, start: Tensor, alpha: float) -> tuple[Tensor, float]:
     """`(1 − α)·tuned + α·start` in float32 (float64 for float64), cast back to the tuned dtype.
 
@@ -71,9 +70,7 @@ def qk_pro_values(
             ridge=method.ridge,
         )
         _scatter(query, new, whole)
-    text = (
-        f"layers {notes}: {NORMALISED}, so their product is not quite the logit (as in the paper)",
-    )
+    text = (f"layers {notes}: {NORMALISED}, so their product is not quite the logit (as in the paper)",)
     return (
         {piece.name: take_rows(whole[piece.name], piece.rows, piece.dim) for piece in held},
         text if notes else (),

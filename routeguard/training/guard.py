@@ -24,10 +24,10 @@ from routeguard.protect.modes import (
 from routeguard.protect.optimizers import inner_optimizer
 from routeguard.routes.collection import ROUTING_ROLES, Role, Routes
 from routeguard.routes.find import find_routes
-from routeguard.training.engines import refuse_partial_freeze, refuse_unsupported_engine
-from routeguard.training.run_state import RunState, settings
+from routeguard.training.engines import refuse_partial_freeze, refuse_unsupported_engine, sharding_engine
+from routeguard.training.run_state import RunState, settings, write_state
 from routeguard.training.session import Session
-from routeguard.training.start import refuse_changed_settings
+from routeguard.training.start import Start, refuse_changed_settings
 from routeguard.training.trainer_access import HINT, find_trainer, holds, resumed_folder, run_first
 
 if TYPE_CHECKING:
@@ -88,19 +88,19 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         self._frozen: Frozen | None = None
         self._groups: RoutingGroups | None = None
         self._session: Session | None = None
-        self._original_create_optimizer: Any = None
+        self._kept: tuple[Any, Start] | None = None  # the model and the start that its last train() protected
+        self._state: RunState | None = None
+        self._own_optimizer = False
 
     # -- reaching the trainer --------------------------------------------------------------------------------------
 
     def attach(self, trainer: Any) -> RouteGuard:
         """Guard a Trainer that is already constructed; to be called before `trainer.train()`. Returns self.
 
-        Raises ValueError if the trainer already has an optimizer or another guard.
+        Raises ValueError if the trainer has another guard, or an optimizer with a scheduler that cannot be split.
         """
         if self._trainer is trainer:
             return self
-        if trainer.optimizer is not None and not isinstance(self.protect, Freeze):
-            self._refuse_existing_optimizer(trainer)
         if not holds(trainer, self):
             trainer.add_callback(self)
         self._install(trainer, trainer.model)
@@ -116,8 +116,9 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
             if others:
                 raise ValueError("this Trainer already has a RouteGuard; give one guard all the settings")
             refuse_unsupported_engine(trainer, self.protect, self.restore)
-            if trainer.optimizer is not None and not isinstance(self.protect, Freeze):
-                self._refuse_existing_optimizer(trainer)
+            self._own_optimizer = trainer.optimizer is not None
+            if self._own_optimizer:
+                self._refuse_scheduled_optimizer(trainer)
         self._protect(model)
         if trainer is None and not isinstance(self.protect, Freeze):
             raise ValueError(HINT)
@@ -127,8 +128,9 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         if trainer is not None:
             run_first(trainer, self)
             self._wrap_create_optimizer(trainer)
+            self._wrap_save_model(trainer)
 
-    def _refuse_existing_optimizer(self, trainer: Any) -> None:
+    def _refuse_scheduled_optimizer(self, trainer: Any) -> None:
         if isinstance(self.protect, (LowLR, Anchor)) and trainer.lr_scheduler is not None:
             raise ValueError(
                 f"the Trainer was given an optimizer and a scheduler, whose groups {self.protect.name} can no longer "
@@ -158,6 +160,8 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         self._frozen = freeze(model, routes) if isinstance(self.protect, Freeze) else None
         self.routes = routes
         self._guarded = model
+        # Decided here, at the weights the run starts from: a resumed adapter is no longer at zero later on.
+        self._pulled = {h.name for h in anchored(held)} if isinstance(self.protect, Anchor) else set()
 
     def _wrap_create_optimizer(self, trainer: Any) -> None:
         original = trainer.create_optimizer
@@ -170,14 +174,32 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
             self._split(optimizer)
             return optimizer
 
-        self._original_create_optimizer = original
         trainer.create_optimizer = create_optimizer
+
+    def _wrap_save_model(self, trainer: Any) -> None:
+        """Every saved model says which start it protected, so that a further stage can tell."""
+        original = trainer.save_model
+
+        def save_model(output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+            result = original(output_dir, *args, **kwargs)
+            folder = Path(output_dir or trainer.args.output_dir)
+            if self._state is not None and trainer.is_world_process_zero() and folder.is_dir():
+                write_state(folder, self._state)
+            return result
+
+        trainer.save_model = save_model
 
     def _refuse_changed_resume(self, trainer: Any) -> None:
         """Before the optimizer's state is loaded: loading it into other groups would fail without saying why."""
         folder = resumed_folder(trainer)
-        if folder is not None and self.reference is None:
-            refuse_changed_settings(self.run_state(), Path(trainer.args.output_dir), Path(folder), insist=self.insist)
+        if folder is not None:
+            refuse_changed_settings(
+                self.run_state(),
+                Path(trainer.args.output_dir),
+                folder,
+                insist=self.insist,
+                required=self.reference is None,
+            )
 
     def run_state(self, digest: str = "", origin: str = "", stage: int = 1) -> RunState:
         """The guard's settings as they are kept on disk, with the start that they protect."""
@@ -198,7 +220,9 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
             return
         held = held_parameters(self._guarded, self.routes)
         if isinstance(self.protect, Anchor):
-            self._groups = split_groups(inner, anchored(held, self._guarded), tag=Anchor.name, weight_decay=0.0)
+            self._groups = split_groups(
+                inner, [h for h in held if h.name in self._pulled], tag=Anchor.name, weight_decay=0.0
+            )
         else:
             self._groups = split_groups(inner, held, tag=LowLR.name, scale=self.protect.scale)
 
@@ -211,12 +235,16 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         trainer = self._trainer
         if trainer is None and self._guarded is not kwargs["model"]:
             raise ValueError(f"the model was made again after RouteGuard saw it (model_init). {HINT}")
-        if isinstance(self.protect, Freeze) and self._frozen is not None:
-            for held in self._frozen.whole:
-                if held.parameter.requires_grad:
-                    raise ValueError(
-                        f"{held.name} was frozen and is trainable again: something unfroze it before train()"
-                    )
+        if self._frozen is not None:
+            self._refuse_unfrozen(self._frozen)
+            self._frozen.hold_rows()
+            if sharding_engine(trainer) is not None:
+                print(
+                    f"routeguard: {len(self._frozen.whole)} routing tensors frozen; drift is not logged here",
+                    flush=True,
+                )
+                return
+        kept = self._kept[1] if self._kept is not None and self._kept[0] is self._guarded else None
         self._session = Session(
             guard=self,
             model=self._guarded,
@@ -227,9 +255,12 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
             output_dir=args.output_dir,
             resumed_from=resumed_folder(trainer) if trainer is not None else None,
             resumed_step=state.global_step,
+            kept=kept,
             is_main=state.is_world_process_zero,
             trainer=trainer,
         )
+        self._kept = (self._guarded, self._session.start)
+        self._state = self._session.state
         self.summary = self._session.summary
         if state.is_world_process_zero:
             print(self.summary, flush=True)
@@ -237,6 +268,8 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._session is not None:
             self._session.after_step(state.global_step)
+            if control.should_training_stop or state.global_step >= state.max_steps:
+                self._session.metrics()  # now, before the best model may be loaded over the last one
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._session is not None and state.is_world_process_zero:
@@ -254,18 +287,35 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
             self._session = None
 
     def detach(self) -> None:
-        """Leave the Trainer as if there had been no guard: hooks, wrappers and callback go, frozen parameters thaw."""
+        """Leave the Trainer as if there had been no guard: hooks, wrappers and callback go, frozen parameters thaw.
+
+        The Trainer's optimizer goes too where its groups were split; the next `train()` makes a plain one. Raises
+        ValueError if it was the user's own and holds views of rows.
+        """
         self._close()
+        if self._groups is not None and self._trainer is not None:
+            if self._own_optimizer and self._groups.views:
+                raise ValueError(
+                    "the optimizer given to this Trainer holds views of rows now; give the next run a new one"
+                )
+            if not self._own_optimizer:
+                self._trainer.optimizer = self._trainer.lr_scheduler = None
+            self._groups = None
         if self._frozen is not None:
             self._frozen.release()
             self._frozen = None
         if self._trainer is not None:
-            if "create_optimizer" in vars(self._trainer):
-                del self._trainer.create_optimizer
+            for wrapped in ("create_optimizer", "save_model"):
+                vars(self._trainer).pop(wrapped, None)
             self._trainer.remove_callback(self)
             self._trainer = None
         self.routes = None
-        self._guarded = None
+        self._guarded = self._kept = self._state = None
+
+    def _refuse_unfrozen(self, frozen: Frozen) -> None:
+        for held in (*frozen.whole, *frozen.before):
+            if held.parameter.requires_grad:
+                raise ValueError(f"{held.name} was frozen and is trainable again: something unfroze it before train()")
 
 
 def _refuse_quantised_full_fine_tuning(model: nn.Module, routes: Routes, held: list[Held]) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from routeguard.checkpoint.sidecar import read_facts
 from routeguard.drift.meter import DriftMeter, DriftSample
 from routeguard.drift.record import DriftRecord
 from routeguard.protect.anchor import AnchorPull
@@ -23,7 +24,7 @@ from routeguard.restoration.reference import Reference, save_reference
 from routeguard.training.log_metrics import LogWrapper
 from routeguard.training.resolution import ResolutionWatch
 from routeguard.training.run_state import DRIFT_FILE, FOLDER, REFERENCE_FILE, write_atomically, write_state
-from routeguard.training.start import find_start
+from routeguard.training.start import Start, find_start
 from routeguard.training.stillness import Stillness
 from routeguard.training.summary import summarise
 
@@ -46,8 +47,9 @@ class Session:
         frozen: Frozen | None,
         groups: RoutingGroups | None,
         output_dir: str,
-        resumed_from: str | None,
+        resumed_from: Path | None,
         resumed_step: int,
+        kept: Start | None,
         is_main: bool,
         trainer: Any,
     ) -> None:
@@ -64,6 +66,7 @@ class Session:
         self.trainer = trainer
         self._step = self._written_step = resumed_step
         self._last_metrics: dict[str, float] = {}
+        resumed = resumed_from is not None or resumed_step > 0
         held = held_parameters(model, guard.routes)
         _refuse_nan(held)
         start = find_start(
@@ -73,21 +76,22 @@ class Session:
             guard.run_state(),
             guard.protect,
             output_dir=Path(output_dir),
-            resumed_from=Path(resumed_from) if resumed_from else None,
-            resumed_step=resumed_step,
+            resumed_from=resumed_from,
+            resumed=resumed,
+            kept=kept,
             insist=guard.insist,
         )
-        self.reference = start.reference
-        self.state = guard.run_state(start.reference.digest, start.reference.origin, start.stage)
-        starts = {} if isinstance(guard.protect, Freeze) else _on_device(held, start.reference, fresh=resumed_step == 0)
+        self.start = start
+        self.state = guard.run_state(start.digest, start.origin, start.stage)
+        starts = {} if start.reference is None else _on_device(held, start.reference, fresh=not resumed)
         try:
             self._start_protection(optimizer, scheduler, starts)
             self.still = Stillness(frozen) if frozen is not None else None
             if not isinstance(guard.protect, Freeze):
                 self.meter = DriftMeter(model, guard.routes, held, starts)
-            self.summary = self._summary(held, optimizer, starts)
+            self.summary = self._summary(held, optimizer)
             if is_main:
-                self._write_start(model, resumed_step)
+                self._write_start(resumed_step)
             if trainer is not None:
                 self.log = LogWrapper(trainer, self.metrics)
         except BaseException:
@@ -108,11 +112,12 @@ class Session:
             self.watch.report()
         if self.meter is None:
             assert self.still is not None
-            self.still.check()
-            samples = [DriftSample(self._step, dict.fromkeys(_cells(self.guard), 0.0))]
+            self.still.check()  # what stands still at a log step has not moved at the steps before it
+            zero = dict.fromkeys(_cells(self.guard), 0.0)
+            samples = [DriftSample(step, zero) for step in range(self._written_step + 1, self._step + 1)]
         else:
             samples = self.meter.read()
-        self._write([sample for sample in samples if sample.step > self._written_step])
+        self._write(samples)
         self._written_step = self._step
         if samples:
             self._last_metrics = flat_metrics(samples[-1])
@@ -124,13 +129,13 @@ class Session:
             write_state(Path(folder), self.state)
 
     def finish(self, model: nn.Module, method: Restoration | None) -> None:
-        """The end of training: last drift, then the restore if one was asked for."""
-        last = self.metrics()
+        """The end of training: the restore, if one was asked for."""
         if method is None:
             return
+        assert self.start.reference is not None
         report = restore(
             model,
-            self.reference,
+            self.start.reference,
             method=method,
             roles=self.guard.roles,
             layers=self.guard.layers,
@@ -140,7 +145,8 @@ class Session:
             write_atomically(self.folder / "restore.json", json.dumps(report.to_dict(), indent=2))
             print(report, flush=True)
         if self.trainer is not None:
-            self.trainer.log({"routeguard/drift_before_restore": last.get("routeguard/drift_max", 0.0)})
+            drifts = [value for layer in report.layers for value in layer.drift_before.values()]
+            self.trainer.log({"routeguard/drift_before_restore": max(drifts, default=0.0)})
 
     def close(self) -> None:
         """Remove every hook and wrapper of this `train()`; the model's frozen parameters stay frozen."""
@@ -154,6 +160,7 @@ class Session:
 
     def _start_protection(self, optimizer: torch.optim.Optimizer, scheduler: Any, starts: dict[str, Tensor]) -> None:
         if self.frozen is not None:
+            self.frozen.take_start()  # the weights of a resumed checkpoint came after the freeze
             self.frozen.attach(optimizer)
         if self.groups is not None:
             self.groups.reassert(scheduler)
@@ -163,29 +170,28 @@ class Session:
                 self.pull = AnchorPull(self.groups, starts, self.guard.protect)
             self.watch = ResolutionWatch(self.groups, self.pull)
 
-    def _summary(self, held: Sequence[Held], optimizer: torch.optim.Optimizer, starts: dict[str, Tensor]) -> str:
+    def _summary(self, held: Sequence[Held], optimizer: torch.optim.Optimizer) -> str:
         guard = self.guard
         assert guard.routes is not None
-        frozen_rows = [] if self.frozen is None else list(self.frozen.start.values())
-        copies = {t.data_ptr(): t.numel() * t.element_size() for t in (*starts.values(), *frozen_rows)}
+        rows = 0 if self.frozen is None else sum(t.numel() * t.element_size() for t in self.frozen.start.values())
         return summarise(
             guard.routes,
             held,
             guard.protect,
             guard.restore,
             learning_rate=float(optimizer.param_groups[0].get("initial_lr", optimizer.param_groups[0]["lr"])),
-            copy_bytes=sum(copies.values()),
-            reference_origin=self.reference.origin,
+            copy_bytes=rows if self.meter is None else self.meter.start_bytes,
+            reference_origin=self.start.origin,
             obstacles=self.meter.obstacles if self.meter is not None else {},
         )
 
-    def _write_start(self, model: nn.Module, resumed_step: int) -> None:
+    def _write_start(self, resumed_step: int) -> None:
         write_state(self.folder, self.state)
-        if not isinstance(self.guard.protect, Freeze):
+        if self.start.reference is not None:
             path = self.folder / REFERENCE_FILE
-            if not path.is_file() or resumed_step == 0:
+            if not path.is_file() or read_facts(path)["digest"] != self.start.digest:
                 _keep_other(path)
-                save_reference(self.reference, path)
+                save_reference(self.start.reference, path)
         header = {
             "protect": self.state.protect,
             "restore": self.state.restore,

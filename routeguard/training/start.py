@@ -7,21 +7,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from routeguard.protect.held import Held
+from routeguard.checkpoint.sidecar import read_facts
+from routeguard.protect.held import Held, adapter_of, starts_at_zero, trained_adapters
 from routeguard.protect.modes import Freeze, Protection
+from routeguard.protect.rows import take_rows
 from routeguard.restoration.lookup import open_reference
 from routeguard.restoration.reference import Reference, capture_reference, load_reference
+from routeguard.routes.names import canonical_name
 from routeguard.training.run_state import FOLDER, REFERENCE_FILE, RunState, read_state
 
 
 @dataclass(frozen=True)
 class Start:
-    """The protected start values and which guarded stage of these weights the run is."""
+    """The protected start and which guarded stage of these weights the run is.
 
-    reference: Reference
+    `reference` holds the values; None for `Freeze`, which needs no copy of whole tensors.
+    """
+
+    digest: str
+    origin: str
     stage: int
+    reference: Reference | None
 
 
 def find_start(
@@ -33,89 +42,145 @@ def find_start(
     *,
     output_dir: Path,
     resumed_from: Path | None,
-    resumed_step: int,
+    resumed: bool,
+    kept: Start | None,
     insist: bool,
 ) -> Start:
     """The start that a run protects.
 
-    Order: an explicit `wanted` reference; on resume what the run has kept; else the live weights. Settings that a
-    resumed run had before are compared with `settings` (whose digest is not looked at).
+    Order: an explicit `wanted` reference; on resume what the run has kept; what an earlier `train()` of the same
+    model protected (`kept`); else the live weights. "start" names the live weights of a run's beginning, and so, when a
+    guarded run is resumed, the start that it kept. Settings and start of a resumed run are compared with what it had.
 
     Raises:
         ValueError: a resumed run whose settings, start or sidecar do not fit; a further stage that does not say which
             start it protects; a frozen start that differs from the live weights.
     """
+    by_name = None if wanted is None or (isinstance(wanted, str) and wanted == "start") else wanted
+    state = (
+        refuse_changed_settings(settings, output_dir, resumed_from, insist=insist, required=wanted is None)
+        if resumed
+        else None
+    )
     previous = _previous_stage(model)
-    stage = 1 if previous is None else previous.stage + 1
-    if wanted is not None and not (isinstance(wanted, str) and wanted == "start"):
-        reference = open_reference(wanted, model, held)
-        if isinstance(protect, Freeze) and reference.digest != _live(model, held).digest:
+    stage = state.stage if state is not None else previous.stage + 1 if previous is not None else 1
+    if isinstance(protect, Freeze):
+        held = [h for h in held if not h.is_shared_factor]
+    if by_name is not None:
+        return _named(by_name, model, held, protect, state, stage, insist)
+    if state is not None and not (wanted == "start" and insist):
+        return _kept_by_run(model, held, protect, state, _folders(output_dir, resumed_from), insist)
+    live = _start_of(capture_reference(model, held, origin="live weights at the start of training"), protect, stage)
+    if resumed or (wanted is not None and kept is None):
+        return live
+    if kept is not None:
+        if isinstance(protect, Freeze) and kept.digest != live.digest:
             raise ValueError(
-                "Freeze holds the live weights, but their queries and keys differ from the reference "
-                f"({reference.origin}); put them back first with routeguard.restore(model, reference), or use Track() "
-                "or Anchor() with restore=QKRestore()"
+                "queries and keys changed between two train() calls of a frozen model; say reference='start' on a "
+                "new guard to hold them where they are now"
             )
-        return Start(reference, stage)
-    if wanted is None and resumed_step > 0:
-        return _resumed(model, held, settings, protect, output_dir, resumed_from, insist)
-    live = _live(model, held)
-    if wanted is None and previous is not None and previous.reference_digest != live.digest:
-        raise ValueError(
-            f"the model comes from a guarded run ({_name_or_path(model)}, stage {previous.stage}) whose queries and "
-            f"keys have moved from the start it protected ({previous.reference_origin}). Say which start this stage "
-            "protects: reference='start' for the weights as they are now, or reference=PATH of the original start (its "
-            "sidecar or checkpoint)"
-        )
-    return Start(live, stage)
+        return kept
+    _refuse_unnamed_stage(model, held, previous, live)
+    return live
 
 
-def _live(model: nn.Module, held: Sequence[Held]) -> Reference:
-    return capture_reference(model, held, origin="live weights at the start of training")
+def _start_of(reference: Reference, protect: Protection, stage: int) -> Start:
+    return Start(reference.digest, reference.origin, stage, None if isinstance(protect, Freeze) else reference)
 
 
-def _resumed(
+def _named(
+    wanted: Any,
     model: nn.Module,
     held: Sequence[Held],
-    settings: RunState,
     protect: Protection,
-    output_dir: Path,
-    resumed_from: Path | None,
+    state: RunState | None,
+    stage: int,
     insist: bool,
 ) -> Start:
-    state = refuse_changed_settings(settings, output_dir, resumed_from, insist=insist)
+    reference = open_reference(wanted, model, held)
+    if state is not None and state.reference_digest != reference.digest and not insist:
+        raise ValueError(
+            f"the resumed run protected another start ({state.reference_origin}) than the reference given now "
+            f"({reference.origin}); give the same one, leave it out, or insist=True to go on with the new one"
+        )
     if isinstance(protect, Freeze):
-        live = _live(model, held)
+        moved = _differing(reference, model, held)
+        if moved:
+            raise ValueError(
+                "Freeze holds the live weights, but their queries and keys differ from the reference "
+                f"({reference.origin}) in {moved[0]} (and {len(moved) - 1} more); put them back first with "
+                "routeguard.restore(model, reference), or use Track() or Anchor() with restore=QKRestore()"
+            )
+    return _start_of(reference, protect, stage)
+
+
+def _differing(reference: Reference, model: nn.Module, held: Sequence[Held]) -> list[str]:
+    """Tensors whose held rows are not those of the reference. An adapter that the reference lacks must be at zero."""
+    live = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+    moved = [
+        name
+        for name, start in reference.tensors.items()
+        if live[name].dtype.is_floating_point
+        and not torch.equal(take_rows(live[name].detach(), reference.rows[name], reference.dims[name]).cpu(), start)
+    ]
+    return moved + trained_adapters([h for h in held if h.canonical not in reference.tensors])
+
+
+def _kept_by_run(
+    model: nn.Module, held: Sequence[Held], protect: Protection, state: RunState, folders: list[Path], insist: bool
+) -> Start:
+    """The start that a resumed run has protected so far."""
+    if isinstance(protect, Freeze):
+        live = capture_reference(model, held, origin=state.reference_origin)
         if live.digest != state.reference_digest and not insist:
             raise ValueError(
                 "the checkpoint's queries and keys are not the start that the run protected "
                 f"({state.reference_origin}): it was changed, or the run was not frozen before. insist=True holds them "
                 "where they are now"
             )
-        return Start(live, state.stage)
-    folders = _folders(output_dir, resumed_from)
-    kept = [p for f in folders if (p := f / FOLDER / REFERENCE_FILE).is_file()]
-    if not kept:
+        return _start_of(live, protect, state.stage)
+    files = [p for f in folders if (p := f / FOLDER / REFERENCE_FILE).is_file()]
+    if not files:
         raise ValueError(
             f"the start that the resumed run protects is gone: no {FOLDER}/{REFERENCE_FILE} in "
             f"{', '.join(map(str, folders))}. Give reference=PATH of the original model"
         )
-    reference = load_reference(kept[0])
-    if reference.digest != state.reference_digest and not insist:
+    matching = [p for p in files if read_facts(p)["digest"] == state.reference_digest]
+    if not matching and not insist:
         raise ValueError(
-            f"{kept[0]} is not the start that the resumed run protected ({state.reference_origin}); give that one as "
+            f"{files[0]} is not the start that the resumed run protected ({state.reference_origin}); give that one as "
             "reference, or insist=True to go on with this file"
         )
-    return Start(reference, state.stage)
+    return _start_of(load_reference((matching or files)[0]), protect, state.stage)
+
+
+def _refuse_unnamed_stage(model: nn.Module, held: Sequence[Held], previous: RunState | None, live: Start) -> None:
+    if previous is not None and previous.reference_digest != live.digest:
+        what = (
+            f"the model comes from a guarded run ({_name_or_path(model)}, stage {previous.stage}) whose queries and "
+            f"keys have moved from the start it protected ({previous.reference_origin})"
+        )
+    else:
+        trained = [h for h in trained_adapters(held) if starts_at_zero(model, adapter_of(h))]
+        if not trained:
+            return
+        what = f"the adapter has been trained before ({trained[0]} is not at its zero start)"
+    raise ValueError(
+        f"{what}. Say which start this stage protects: reference='start' for the weights as they are now, or "
+        "reference=PATH of the original start (its sidecar or checkpoint)"
+    )
 
 
 def refuse_changed_settings(
-    settings: RunState, output_dir: Path, resumed_from: Path | None, *, insist: bool
-) -> RunState:
+    settings: RunState, output_dir: Path, resumed_from: Path | None, *, insist: bool, required: bool = True
+) -> RunState | None:
     """What the resumed run kept of its settings.
 
     Raises ValueError if there is nothing, or (unless insisted on) if they differ.
     """
     state = next((s for s in map(read_state, _folders(output_dir, resumed_from)) if s is not None), None)
+    if state is None and not required:
+        return None
     if state is None:
         raise ValueError(
             f"resuming from {resumed_from or output_dir}, which was made without RouteGuard: its queries and keys may "

@@ -6,19 +6,19 @@ import torch
 from torch import Tensor
 
 from routeguard.protect.freeze import Frozen
+from routeguard.protect.held import Held
 from routeguard.protect.rows import take_rows
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Two 64-bit sums over a tensor's bits (plain, and weighted by position): a changed entry changes them.
+    """The 64-bit sum of a tensor's entries read as integers: any single changed entry changes it.
 
-    Shape [2], on the device. Not cryptographic; it detects training, not attack.
+    A 0-d tensor on the device. It detects training, not an attack.
     """
-    bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()]).flatten().to(torch.int64)
-    weights = torch.arange(1, bits.numel() + 1, device=bits.device, dtype=torch.int64)
-    return torch.stack([bits.sum(), (bits * weights).sum()])
+    bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()])
+    return bits.sum(dtype=torch.int64)
 
 
 class Stillness:
@@ -26,22 +26,28 @@ class Stillness:
 
     def __init__(self, frozen: Frozen) -> None:
         self._frozen = frozen
-        self._marks = {held.name: fingerprint(held.parameter) for held in frozen.whole}
+        self._still = [*frozen.whole, *frozen.before]
+        self._marks = self._fingerprints()
+
+    def _fingerprints(self) -> list[Tensor]:
+        return [fingerprint(held.parameter) for held in self._still]
 
     def check(self) -> None:
-        """Raise RuntimeError, naming the tensor, if a frozen one changed or can be trained again. Synchronises."""
-        for held in self._frozen.whole:
+        """Raise RuntimeError, naming the tensor, if a frozen one changed or became trainable. Waits for the device."""
+        for held in self._still:
             if held.parameter.requires_grad:
                 raise RuntimeError(
                     f"{held.name} was frozen and is trainable again: something unfroze it during training"
                 )
-            if not torch.equal(fingerprint(held.parameter), self._marks[held.name]):
-                raise RuntimeError(
-                    f"{held.name} is frozen and changed all the same: another callback, EMA or a custom step "
-                    "writes to it"
-                )
-        for held in self._frozen.rows:
-            if not torch.equal(take_rows(held.parameter.detach(), held.rows, held.dim), self._frozen.start[held.name]):
-                raise RuntimeError(
-                    f"held rows of {held.name} changed all the same: something writes to them after the step"
-                )
+        same = [now == then for now, then in zip(self._fingerprints(), self._marks, strict=True)]
+        same += [self._rows_same(held) for held in self._frozen.rows]
+        if same and not all(torch.stack([value.cpu() for value in same]).tolist()):
+            moved = next(
+                held for held, value in zip([*self._still, *self._frozen.rows], same, strict=True) if not value
+            )
+            raise RuntimeError(
+                f"{moved.name} is held and changed all the same: another callback, EMA or a custom step writes to it"
+            )
+
+    def _rows_same(self, held: Held) -> Tensor:
+        return (take_rows(held.parameter.detach(), held.rows, held.dim) == self._frozen.start[held.name]).all()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from os import PathLike
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -37,14 +39,14 @@ def holds(trainer: Any, callback: object) -> bool:
     return handler is not None and any(known is callback for known in handler.callbacks)
 
 
-def resumed_folder(trainer: Any) -> str | None:
+def resumed_folder(trainer: Any) -> Path | None:
     """The checkpoint folder that the `train()` call in progress resumes from, read off its call stack, or None."""
     frame: FrameType | None = sys._getframe(1)
     try:
         while frame is not None:
             if frame.f_locals.get("self") is trainer and "resume_from_checkpoint" in frame.f_locals:
                 folder = frame.f_locals["resume_from_checkpoint"]
-                return folder if isinstance(folder, str) else None
+                return Path(folder) if isinstance(folder, (str, PathLike)) else None
             frame = frame.f_back
     finally:
         del frame
