@@ -2,8 +2,8 @@
 
 The model is a Gemma-2 of about 60 million parameters (six layers with a window, two without) whose routing is about
 1 % of them. For each mode the whole step is timed, guarded and unguarded in turn; and because one per cent is less than
-the noise of a step, what the guard itself does after a step (drift, and at a log step the logit form too) is timed alone
-as well.
+the noise of a step, what the guard itself does after a step (drift, and at a log step the logit form too) is timed
+alone as well. On CUDA it is also shown that nothing waits for the device between log steps.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import torch
 from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from benchmarks._timing import interleaved
+from benchmarks._timing import host_synchronisation_forbidden, interleaved
 from routeguard import Anchor, Freeze, LowLR, Track, find_routes, freeze
 from routeguard.drift.meter import DriftMeter
 from routeguard.protect.anchor import AnchorPull, anchored
+from routeguard.protect.freeze import Frozen
 from routeguard.protect.groups import split_groups
 from routeguard.protect.held import held_parameters
 from routeguard.protect.modes import Protection
 from routeguard.protect.rows import take_rows
+from routeguard.training.stillness import Stillness
 
 TOKENS = (2, 128)
 FLOOR = "unguarded step"
@@ -99,14 +101,25 @@ def guard_alone(device: str, rounds: int, step_seconds: float) -> None:
         meter.measure(0)
         meter.read()
 
+    if device == "cuda":
+        meter.measure(0)
+        with host_synchronisation_forbidden():
+            meter.measure(0)
+            pull.groups.check()
+            pull.pull()
+        print("  no drift, check or pull waited for the device (sync debug mode 'error')")
+    still = Stillness(Frozen([], [], held))
+    for h in held:
+        h.parameter.requires_grad_(False)
     work = {
         "drift at a step": lambda: meter.measure(0),
         "drift at a log step": measure_and_read,
         "the anchor's pull": pull.pull,
+        "freeze's check at a log step": still.check,
     }
     timings = interleaved(work, rounds=10 * rounds, device=device)
     for name in work:
-        print(f"  {name:<24} {timings.median(name) / step_seconds:.5f}")
+        print(f"  {name:<28} {timings.median(name) / step_seconds:.5f}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -38,8 +38,8 @@ class Anchor:
     """After each optimizer step, routing is pulled back: `p ← p + lr · strength · (start − p)` (decoupled L2-SP).
 
     Meaning of the strength: alone, the pull halves a displacement in `ln 2 / (lr · strength)` steps (693 steps for
-    strength 100 at a rate of 1e-5); against AdamW, whose step is at most about `lr` an entry, no entry comes to rest
-    further than about `1 / strength` from its start, at any learning rate (derived).
+    strength 100 at a rate of 1e-5); against AdamW, whose step on a steadily pushed entry is about `lr`, such an entry
+    comes to rest about `1 / strength` from its start, at any learning rate (derived).
 
     Args:
         strength: positive; `lr * strength` must stay at most 1. Default 100 (our choice).
