@@ -31,6 +31,8 @@ _EXPORTS = {
     "low_lr": "routeguard.protect.groups",
     "anchor": "routeguard.protect.anchor",
     "param_groups": "routeguard.protect.groups",
+    "track": "routeguard.drift.meter",
+    "DriftMeter": "routeguard.drift.meter",
     "lora_config": "routeguard.protect.lora_targets",
     "lora_targets": "routeguard.protect.lora_targets",
     "check_lora_coverage": "routeguard.protect.lora_targets",
@@ -45,6 +47,7 @@ __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
     from routeguard.checkpoint.verify import verify_checkpoint
+    from routeguard.drift.meter import DriftMeter, track
     from routeguard.drift.record import read_record as read_drift
     from routeguard.protect.anchor import anchor
     from routeguard.protect.freeze import freeze

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from routeguard import Anchor, Interpolate, LowLR, QKPro, QKRestore, RouteGuard, Track, find_routes
+from routeguard import Anchor, Interpolate, LowLR, QKPro, QKRestore, RouteGuard, Track, find_routes, track
 from routeguard.drift.record import read_record
 from routeguard.restoration.in_memory import restore
-from tests.loops import assert_moved, assert_same, routed_values, tiny
+from tests.loops import assert_moved, assert_same, routed_values, tiny, train
 from tests.trainers import dataset, make, parameters, run
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -236,3 +236,21 @@ def test_the_drift_before_a_restore_is_that_of_the_restored_model(tmp_path: Path
         if "routeguard/drift_before_restore" in r
     ]
     assert before == [pytest.approx(max(samples[-1].factors.values()), rel=1e-4)]
+
+
+def test_track_as_a_function_measures_what_the_guard_measures() -> None:
+    model = tiny("granitemoehybrid")
+    routes = find_routes(model)
+    meter = track(model, routes)
+    start = routed_values(model, routes)
+    train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), after_step=meter.measure)
+    samples = meter.read()
+    assert [s.step for s in samples] == [0, 1, 2] and not meter.read()
+    assert samples[-1].routing and not samples[0].routing
+    for route in routes:
+        now, then = routed_values(model, routes)[route.parameter], start[route.parameter]
+        assert samples[-1].factors[route.layer, route.role] == pytest.approx(
+            ((now - then).norm() / then.norm()).item(), rel=1e-4
+        )
+    with pytest.raises(ValueError, match="none of the 4 routing tensors is trainable"):
+        track(model.requires_grad_(False), routes)

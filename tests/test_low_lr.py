@@ -216,7 +216,7 @@ def test_param_groups_refusals() -> None:
         param_groups(tiny(), lr=1e-3)
     with pytest.raises(ValueError, match="must be positive"):
         param_groups(tiny(), lr=1e-3, routing_lr=0.0)
-    with pytest.raises(ValueError, match="split_groups"):
+    with pytest.raises(ValueError, match=r"routeguard\.low_lr"):
         param_groups(tiny("qwen3_next"), lr=1e-3, routing_lr=1e-4)
 
 

@@ -15,7 +15,8 @@ from routeguard.drift.forms import routing_forms
 from routeguard.drift.frobenius import compiled_kernel
 from routeguard.drift.routing_form import compiled_pair_kernel
 from routeguard.drift.terms import Cell, StartRows, base_terms, lora_terms, start_norms
-from routeguard.protect.held import Held
+from routeguard.protect.held import Held, held_parameters
+from routeguard.protect.rows import take_rows
 from routeguard.routes.collection import Routes
 
 COMPILE_FROM_ELEMENTS = 1 << 23  # held scalars from which compiled kernels pay
@@ -105,3 +106,23 @@ class DriftMeter:
 def _large(held: Sequence[Held], starts: Mapping[str, Tensor]) -> bool:
     """Compiling takes seconds, which a long run over large tensors wins back and a small model does not."""
     return sum(h.num_elements for h in held if h.part == "base" and h.name in starts) >= COMPILE_FROM_ELEMENTS
+
+
+def track(model: nn.Module, routes: Routes) -> DriftMeter:
+    """`Track` for a plain loop: measure drift from the model's present values.
+
+    Call `meter.measure(step)` after each optimizer step, `meter.read()` when you log. Changes nothing; costs one copy of
+    what can move.
+
+    Args:
+        model: on its final device and in its final dtype.
+        routes: from `find_routes(model)`.
+
+    Raises:
+        ValueError: no routing parameter is trainable, so there is nothing to measure.
+    """
+    held = held_parameters(model, routes)
+    starts = {h.name: take_rows(h.parameter.detach(), h.rows, h.dim).clone() for h in held if h.trainable}
+    if not starts:
+        raise ValueError(f"none of the {len(held)} routing tensors is trainable: queries and keys cannot move")
+    return DriftMeter(model, routes, held, starts)

@@ -220,7 +220,7 @@ def param_groups(
 
     Raises:
         ValueError: both or neither rate given, a rate that is not positive, nothing to protect, or a tensor that holds
-            routing rows beside others (give such a model's optimizer to `split_groups`, or use `freeze`).
+            routing rows beside others (give such a model's optimizer to `low_lr`, or use `freeze`).
     """
     if (routing_lr is None) == (routing_scale is None):
         raise ValueError("give exactly one of routing_lr and routing_scale")
@@ -235,8 +235,8 @@ def param_groups(
     if partial:
         raise ValueError(
             f"{partial[0]} (and {len(partial) - 1} more) holds routing rows beside other rows, which a parameter group "
-            "cannot express; make the optimizer first and call split_groups(optimizer, held_parameters(model, routes), "
-            "tag='low_lr', scale=...), or use freeze(model, routes)"
+            "cannot express; make the optimizer first and call routeguard.low_lr(optimizer, model, routes, "
+            "scale=...), or use routeguard.freeze(model, routes)"
         )
     if not held:
         raise ValueError("no routing parameter is trainable: queries and keys cannot move, so plain groups will do")
