@@ -111,8 +111,8 @@ def _large(held: Sequence[Held], starts: Mapping[str, Tensor]) -> bool:
 def track(model: nn.Module, routes: Routes) -> DriftMeter:
     """`Track` for a plain loop: measure drift from the model's present values.
 
-    Call `meter.measure(step)` after each optimizer step and `meter.read()` when you log. It changes nothing and costs one
-    copy of what can move.
+    Call `meter.measure(step)` after each optimizer step and `meter.read()` when you log. It changes nothing and costs
+    one copy of what can move.
 
     Args:
         model: on its final device and in its final dtype.
