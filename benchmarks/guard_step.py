@@ -56,7 +56,7 @@ def step_of(model: nn.Module, protect: Protection | None) -> Callable[[], None]:
     if isinstance(protect, LowLR):
         split_groups(optimizer, held, tag="low_lr", scale=protect.scale)
     if isinstance(protect, Anchor):
-        groups = split_groups(optimizer, anchored(held, model), tag="anchor", weight_decay=0.0)
+        groups = split_groups(optimizer, anchored(held), tag="anchor", weight_decay=0.0)
         AnchorPull(groups, starts, protect)
     if frozen is not None:
         frozen.attach(optimizer)
