@@ -290,7 +290,7 @@ def test_integer_weights_on_disk_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_digest_on_disk_is_the_digest_in_memory(tmp_path: Path) -> None:
-    from routeguard.checkpoint.row_bytes import stored_tensors
+    from routeguard.storage.folder import stored_tensors
 
     path = tmp_path / "r.safetensors"
     reference = captured(build("gpt2").to(torch.bfloat16))

@@ -1,16 +1,16 @@
-"""Compare rows of two stored tensors chunk by chunk, in plain Python: bytes first, values where the dtypes differ."""
+"""Compare rows of two stored tensors chunk by chunk: bytes first, values where the dtypes differ. No torch."""
 
 from __future__ import annotations
 
-import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import reduce
 
-from routeguard.checkpoint.row_bytes import CHUNK_BYTES, StoredTensor, row_chunks
+import numpy as np
+
 from routeguard.routes.collection import Rows
-
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
-_WITHOUT_SIGN = bytes(byte & 0x7F for byte in range(256))
+from routeguard.storage.floats import FLOATS, to_floats
+from routeguard.storage.header import StoredTensor
+from routeguard.storage.row_bytes import CHUNK_BYTES, row_chunks
 
 
 @dataclass(frozen=True)
@@ -28,66 +28,51 @@ class Slice:
             total *= size if axis != self.dim or self.rows is None else sum(b - a for a, b in self.rows)
         return total
 
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.tensor.item_bytes
+
+    def chunks(self, chunk_elements: int | None = None) -> Iterator[bytes]:
+        """The bytes of the rows, as `row_chunks` gives them."""
+        return row_chunks(self.tensor, self.rows, self.dim, chunk_elements=chunk_elements)
+
 
 def why_not_comparable(one: Slice, other: Slice) -> str:
     """Why two slices cannot be equal whatever their bytes, or ""."""
     kinds = (one.tensor.dtype, other.tensor.dtype)
-    if kinds[0] != kinds[1] and not set(kinds) <= set(_FLOATS):
+    if kinds[0] != kinds[1] and not set(kinds) <= set(FLOATS):
         return f"stored as {kinds[0]} against {kinds[1]}, which do not convert without loss"
     if one.num_elements != other.num_elements:
         return f"{one.num_elements} entries against {other.num_elements}"
     return ""
 
 
+def chunk_pairs(one: Slice, other: Slice) -> Iterator[tuple[bytes, bytes]]:
+    """The bytes of two slices with equally many entries, side by side, at most 4 MiB of each at a time."""
+    elements = CHUNK_BYTES // max(one.tensor.item_bytes, other.tensor.item_bytes)
+    return zip(one.chunks(elements), other.chunks(elements), strict=True)
+
+
 def num_differing(one: Slice, other: Slice) -> int:
-    """How many entries differ, read 4 MiB at a time; unequal dtypes are compared in a float type that holds both."""
-    kinds = {one.tensor.dtype, other.tensor.dtype}
-    common = None if len(kinds) == 1 else "float64" if "float64" in kinds else "float32"
-    item = max(one.tensor.item_bytes, other.tensor.item_bytes)
-    elements = CHUNK_BYTES // item
-    pairs = zip(
-        row_chunks(one.tensor, one.rows, one.dim, chunk_elements=elements),
-        row_chunks(other.tensor, other.rows, other.dim, chunk_elements=elements),
-        strict=True,
-    )
+    """How many entries differ, in their bytes where the dtypes are equal, else in their values."""
+    same_dtype = one.tensor.dtype == other.tensor.dtype
     differing = 0
-    for a, b in pairs:
-        if common is not None:
-            a, b = _widened(a, one.tensor.dtype, common), _widened(b, other.tensor.dtype, common)
-        if a != b:
-            width = one.tensor.item_bytes if common is None else (8 if common == "float64" else 4)
-            differing += _num_set(
-                (int.from_bytes(a, "little") ^ int.from_bytes(b, "little")).to_bytes(len(a), "little"), width
-            )
+    for a, b in chunk_pairs(one, other):
+        if same_dtype:
+            differing += 0 if a == b else num_unequal(a, b, one.tensor.item_bytes)
+        else:
+            differing += int(np.count_nonzero(to_floats(a, one.tensor.dtype) != to_floats(b, other.tensor.dtype)))
     return differing
+
+
+def num_unequal(a: bytes, b: bytes, item_bytes: int) -> int:
+    """How many entries of `item_bytes` bytes differ between two equally long byte strings."""
+    word = np.dtype(f"u{item_bytes}")
+    return int(np.count_nonzero(np.frombuffer(a, word) != np.frombuffer(b, word)))
 
 
 def num_nonzero(part: Slice) -> int:
     """How many entries are not zero (either sign of zero is zero)."""
-    width = part.tensor.item_bytes
-    count = 0
-    for chunk in row_chunks(part.tensor, part.rows, part.dim):
-        data = bytearray(chunk)
-        data[width - 1 :: width] = data[width - 1 :: width].translate(_WITHOUT_SIGN)
-        count += _num_set(bytes(data), width)
-    return count
-
-
-def _num_set(data: bytes, width: int) -> int:
-    """Entries of `width` bytes that have any bit set."""
-    lanes = [int.from_bytes(data[lane::width], "little") for lane in range(width)]
-    num_entries = len(data) // width
-    return num_entries - reduce(int.__or__, lanes).to_bytes(num_entries, "little").count(0)
-
-
-def _widened(data: bytes, dtype: str, target: str) -> bytes:
-    """The same values in float32 or float64; both hold every narrower float exactly."""
-    if dtype == target:
-        return data
-    if dtype == "bfloat16":
-        wide = bytearray(2 * len(data))
-        wide[2::4], wide[3::4] = data[0::2], data[1::2]
-        return _widened(bytes(wide), "float32", target)
-    count = len(data) // (2 if dtype == "float16" else 4)
-    values = struct.unpack(f"<{count}{'e' if dtype == 'float16' else 'f'}", data)
-    return struct.pack(f"<{count}{'f' if target == 'float32' else 'd'}", *values)
+    word = np.dtype(f"u{part.tensor.item_bytes}")
+    without_sign = word.type((1 << (8 * part.tensor.item_bytes - 1)) - 1)
+    return sum(int(np.count_nonzero(np.frombuffer(chunk, word) & without_sign)) for chunk in part.chunks())

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from routeguard.checkpoint.row_bytes import StoredTensor, read_metadata, row_chunks
 from routeguard.routes.collection import Route, Rows
+from routeguard.storage.header import StoredTensor, read_header
+from routeguard.storage.row_bytes import row_chunks
 
 SCHEMA_VERSION = 1
 METADATA_KEY = "routeguard"
@@ -20,7 +21,7 @@ SIDECAR_FILE = "reference.safetensors"
 def sidecar_in(path: Path) -> Path | None:
     """The sidecar itself, or the one in a run's folder or in `routeguard/` inside it; None if there is none."""
     if path.is_file():
-        return path if path.suffix == ".safetensors" and METADATA_KEY in read_metadata(path) else None
+        return path if path.suffix == ".safetensors" and METADATA_KEY in read_header(path).metadata else None
     candidates = (path / SIDECAR_FILE, path / SIDECAR_FOLDER / SIDECAR_FILE)
     return next((candidate for candidate in candidates if candidate.is_file()), None)
 
@@ -32,7 +33,7 @@ def read_facts(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise ValueError(f"{path} does not exist; a guarded run keeps its reference in {SIDECAR_FOLDER}/{SIDECAR_FILE}")
-    text = read_metadata(path).get(METADATA_KEY)
+    text = read_header(path).metadata.get(METADATA_KEY)
     if text is None:
         raise ValueError(f"{path} is a safetensors file, but not a reference that routeguard wrote")
     facts: dict[str, Any] = json.loads(text)

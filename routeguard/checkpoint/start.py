@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from routeguard.checkpoint.compare import Slice
-from routeguard.checkpoint.row_bytes import StoredTensor, locate_rows, stored_checkpoint, stored_tensors
 from routeguard.checkpoint.sidecar import (
     digest_on_disk,
     read_facts,
@@ -19,8 +18,10 @@ from routeguard.checkpoint.sidecar import (
 )
 from routeguard.routes.collection import ROLES, Route, Rows
 from routeguard.routes.names import canonical_name
-from routeguard.routes.on_disk import checkpoint_config, checkpoint_tensors
 from routeguard.routes.resolve import resolve
+from routeguard.storage.folder import checkpoint_config, stored_checkpoint, stored_tensors
+from routeguard.storage.header import StoredTensor
+from routeguard.storage.row_bytes import locate_rows
 
 Place = tuple[int, str, str, bool, int]  # layer, role, kind, shared, position among those
 
@@ -74,9 +75,10 @@ def open_start(path: Path) -> Start:
         return _open_sidecar(sidecar)
     if not path.is_dir():
         raise ValueError(f"{path} is neither a checkpoint folder nor a reference that routeguard wrote")
-    routes = resolve(checkpoint_config(path), checkpoint_tensors(path), roles=ROLES, norms=True, shared=True)
+    tensors = stored_checkpoint(path)
+    routes = resolve(checkpoint_config(path), tensors, roles=ROLES, norms=True, shared=True)
     named = [replace(route, parameter=canonical_name(route.parameter)) for route in routes]
-    return Start(f"the checkpoint {path}", stored_checkpoint(path), {}, named, is_sidecar=False)
+    return Start(f"the checkpoint {path}", tensors, {}, named, is_sidecar=False)
 
 
 def _open_sidecar(path: Path) -> Start:

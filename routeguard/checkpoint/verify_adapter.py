@@ -8,10 +8,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from routeguard.checkpoint.compare import Slice, num_nonzero
-from routeguard.checkpoint.row_bytes import StoredTensor, adapter_file, locate_rows, stored_tensors
 from routeguard.checkpoint.start import Start
 from routeguard.checkpoint.verify import TensorCheck, check_slice
 from routeguard.routes.collection import ROUTING_ROLES, Role, Route
+from routeguard.storage.folder import adapter_file, stored_tensors
+from routeguard.storage.header import StoredTensor
+from routeguard.storage.row_bytes import locate_rows
 
 # Initialisations of LoRA that leave B at zero, as adapter_config.json spells them.
 _ZERO_B = (True, "gaussian", "eva", None)

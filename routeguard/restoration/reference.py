@@ -17,7 +17,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from routeguard.checkpoint.row_bytes import locate_rows
 from routeguard.checkpoint.sidecar import (
     METADATA_KEY,
     SCHEMA_VERSION,
@@ -32,6 +31,7 @@ from routeguard.protect.rows import take_rows
 from routeguard.restoration.meaning import meaning_of
 from routeguard.routes.collection import Route, Rows
 from routeguard.routes.in_memory import is_quantised
+from routeguard.storage.row_bytes import locate_rows
 
 
 @dataclass(frozen=True, eq=False)

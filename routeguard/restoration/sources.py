@@ -11,14 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from routeguard.checkpoint.row_bytes import (
-    StoredTensor,
-    adapter_file,
-    is_adapter,
-    read_rows,
-    stored_checkpoint,
-    stored_tensors,
-)
 from routeguard.checkpoint.sidecar import sidecar_in
 from routeguard.protect.rows import take_rows
 from routeguard.restoration.meaning import meaning_of, meaning_of_config
@@ -27,8 +19,10 @@ from routeguard.routes.collection import ROLES, Route, Rows
 from routeguard.routes.in_memory import is_quantised, model_config, model_tensors
 from routeguard.routes.layouts import TensorInfo
 from routeguard.routes.names import canonical_name
-from routeguard.routes.on_disk import checkpoint_config, checkpoint_tensors
 from routeguard.routes.resolve import resolve
+from routeguard.storage.folder import adapter_file, checkpoint_config, is_adapter, stored_checkpoint, stored_tensors
+from routeguard.storage.header import StoredTensor
+from routeguard.storage.row_bytes import read_rows
 
 ReferenceSource = Reference | nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
 _EVERYTHING: dict[str, Any] = {"roles": ROLES, "norms": True, "shared": True}
@@ -156,7 +150,7 @@ def _from_path(path: Path, model: nn.Module) -> Source:
 def _from_checkpoint(folder: Path) -> Source:
     raw = checkpoint_config(folder)
     stored = stored_checkpoint(folder)
-    routes = resolve(raw, checkpoint_tensors(folder), **_EVERYTHING)
+    routes = resolve(raw, stored, **_EVERYTHING)
     config = _complete_config(folder) or raw
     return Source(
         origin=f"the checkpoint {folder}",

@@ -64,11 +64,11 @@ def find_routes(
 
 def find_on_disk(path: Path, options: dict[str, Any]) -> Routes:
     """`find_routes` for a checkpoint folder, without the warning about pure softmax models. No code from it runs."""
-    from routeguard.routes.on_disk import checkpoint_config, checkpoint_tensors
+    from routeguard.storage.folder import checkpoint_config, stored_checkpoint
 
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder with a checkpoint (config.json and safetensors)")
-    return resolve(checkpoint_config(path), checkpoint_tensors(path), **options)
+    return resolve(checkpoint_config(path), stored_checkpoint(path), **options)
 
 
 def find_in_memory(model: nn.Module, options: dict[str, Any]) -> Routes:

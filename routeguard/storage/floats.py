@@ -1,0 +1,41 @@
+"""Floating-point bytes as numpy arrays and back, with bfloat16, which numpy lacks. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+Floats = npt.NDArray[Any]
+
+
+def to_floats(data: bytes | bytearray, dtype: str) -> Floats:
+    """The values as float32 (float64 for float64): exact for every narrower type."""
+    if dtype == "bfloat16":
+        return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    values = np.frombuffer(data, np.dtype(dtype))
+    return values.astype(np.float32) if dtype == "float16" else values
+
+
+def to_bytes(values: Floats, dtype: str) -> bytes:
+    """Finite values in a dtype, rounded to nearest even as torch does (float64 goes through float32)."""
+    if dtype == "float64":
+        return values.astype(np.float64).tobytes()
+    single = values.astype(np.float32)
+    if dtype != "bfloat16":
+        with np.errstate(over="ignore"):  # beyond float16 is infinite, which the caller looks for
+            return single.astype(np.dtype(dtype)).tobytes()
+    bits = single.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).tobytes()
+
+
+def converted(data: bytes, source: str, target: str) -> bytes:
+    """The same values in another dtype; the bytes themselves if it is the same."""
+    return data if source == target else to_bytes(to_floats(data, source), target)
+
+
+def is_exact(source: str, target: str) -> bool:
+    """Whether every value of one float type has the same value in another."""
+    return source == target or target == "float64" or (target == "float32" and source != "float64")
