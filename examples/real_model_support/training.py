@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from transformers import PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
+
+
+class HeldOutLoss(TrainerCallback):
+    """Call `measure` every `every` steps, and at the last, and keep and print what it returns."""
+
+    def __init__(self, measure: Callable[[], float], every: int = 50) -> None:
+        self.measure = measure
+        self.every = every
+        self.series: dict[int, float] = {}
+
+    def on_step_end(self, args, state, control, model, **kwargs) -> None:
+        if state.global_step % self.every and state.global_step != state.max_steps:
+            return
+        self.series[state.global_step] = self.measure()
+        model.train()
+        print(f"  step {state.global_step:4d}  held-out CoT loss {self.series[state.global_step]:.3f}", flush=True)
 
 
 class Progress(TrainerCallback):
@@ -32,18 +49,19 @@ class Progress(TrainerCallback):
 
 
 def fine_tune(
-    model, tokenizer, dataset, guard, *, output: Path, steps: int, learning_rate: float, max_length: int, seed: int
+    model, tokenizer, dataset, callbacks, *, output: Path, steps: int, learning_rate: float, max_length: int, seed: int
 ):
     """Run CoT-SFT on `model` in place and return the trainer.
 
-    Batches of two, fp32, AdamW at a constant rate after 10 steps of warm-up, loss on the reasoning only. TRL's defaults
+    Batches of two, fp32, AdamW with 10 steps of warm-up and then a rate that falls linearly to zero, loss on the
+    reasoning only. TRL's defaults
     (bf16, gradient checkpointing) are slower on a CPU and are off.
     """
     args = SFTConfig(
         output_dir=str(output),
         max_steps=steps,
         learning_rate=learning_rate,
-        lr_scheduler_type="constant_with_warmup",
+        lr_scheduler_type="linear",
         warmup_steps=min(10, steps),
         per_device_train_batch_size=2,
         max_length=max_length,
@@ -57,7 +75,7 @@ def fine_tune(
         use_cpu=True,
         seed=seed,
     )
-    callbacks = [Progress(), *([guard] if guard is not None else [])]
+    callbacks = [Progress(), *callbacks]
     trainer = SFTTrainer(model, args=args, train_dataset=dataset, processing_class=tokenizer, callbacks=callbacks)
     trainer.remove_callback(PrinterCallback)
     trainer.train()
