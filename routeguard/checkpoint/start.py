@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from routeguard.checkpoint.compare import Slice
 from routeguard.checkpoint.sidecar import (
@@ -16,10 +18,11 @@ from routeguard.checkpoint.sidecar import (
     rows_from_json,
     sidecar_in,
 )
+from routeguard.restoration.meaning import meaning_of_config
 from routeguard.routes.collection import ROLES, Route, Rows
 from routeguard.routes.names import canonical_name
 from routeguard.routes.resolve import resolve
-from routeguard.storage.folder import checkpoint_config, stored_checkpoint, stored_tensors
+from routeguard.storage.folder import checkpoint_config, quantisation_of, stored_checkpoint, stored_tensors
 from routeguard.storage.header import StoredTensor
 from routeguard.storage.row_bytes import locate_rows
 
@@ -36,6 +39,7 @@ class Start:
         kept_rows: for a sidecar, canonical name to the rows that it keeps; absent names are whole.
         routes: the routes that the tensors carry, canonical names, all roles and kinds.
         is_sidecar: only what a run held is there, under the names of the model in memory, adapters included.
+        meaning: facts of `restoration.meaning`.
     """
 
     origin: str
@@ -43,6 +47,7 @@ class Start:
     kept_rows: Mapping[str, Rows | None]
     routes: Sequence[Route]
     is_sidecar: bool
+    meaning: Mapping[str, Any]
 
     def find(self, route: Route, place: Place) -> Slice | None:
         """The start of a route: by name and shape, else by place; None if it is not there."""
@@ -50,7 +55,7 @@ class Start:
         match = next((r for r in self.routes if r.parameter == name and r.shape == route.shape), None)
         rows, dim = route.rows, route.dim
         if match is None:
-            match = self._places().get(place)
+            match = self._places.get(place)
             if match is None or match.num_rows != route.num_rows or other_dims(match) != other_dims(route):
                 return None
             name, rows, dim = match.parameter, match.rows, match.dim
@@ -62,6 +67,7 @@ class Start:
             return None
         return Slice(self.tensors[name], located, dim)
 
+    @cached_property
     def _places(self) -> dict[Place, Route]:
         return {place: route for route, place in with_places(self.routes)}
 
@@ -75,10 +81,23 @@ def open_start(path: Path) -> Start:
         return _open_sidecar(sidecar)
     if not path.is_dir():
         raise ValueError(f"{path} is neither a checkpoint folder nor a reference that routeguard wrote")
+    config = checkpoint_config(path)
+    refuse_quantised(path, config)
     tensors = stored_checkpoint(path)
-    routes = resolve(checkpoint_config(path), tensors, roles=ROLES, norms=True, shared=True)
+    routes = resolve(config, tensors, roles=ROLES, norms=True, shared=True)
     named = [replace(route, parameter=canonical_name(route.parameter)) for route in routes]
-    return Start(f"the checkpoint {path}", tensors, {}, named, is_sidecar=False)
+    meaning = meaning_of_config(config, routes)
+    return Start(f"the checkpoint {path}", tensors, {}, named, is_sidecar=False, meaning=meaning)
+
+
+def refuse_quantised(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a checkpoint whose weights are stored quantised."""
+    method = quantisation_of(config)
+    if method:
+        raise ValueError(
+            f"{folder} is quantised ({method}): the rows of a quantised weight mean nothing without its scales. Take "
+            "the unquantised checkpoint, or load the model, call model.dequantize(), and save it"
+        )
 
 
 def _open_sidecar(path: Path) -> Start:
@@ -91,7 +110,14 @@ def _open_sidecar(path: Path) -> Start:
         for route in map(route_from_json, members)
     ]
     rows = {name: rows_from_json(value) for name, value in facts["rows"].items()}
-    return Start(f"{path} ({facts['origin']})", tensors, rows, list(dict.fromkeys(routes)), is_sidecar=True)
+    return Start(
+        f"{path} ({facts['origin']})",
+        tensors,
+        rows,
+        list(dict.fromkeys(routes)),
+        is_sidecar=True,
+        meaning=facts["meaning"],
+    )
 
 
 def with_places(routes: Iterable[Route]) -> list[tuple[Route, Place]]:

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
+from routeguard.checkpoint.adapter_tensors import PART, ZERO_B, adapter_config, adapter_tensors, chosen_routes, spelled
 from routeguard.checkpoint.compare import Slice, num_nonzero
 from routeguard.checkpoint.start import Start
 from routeguard.checkpoint.verify import TensorCheck, check_slice
-from routeguard.routes.collection import ROUTING_ROLES, Role, Route
-from routeguard.storage.folder import adapter_file, stored_tensors
+from routeguard.routes.collection import Role, Route
 from routeguard.storage.header import StoredTensor
 from routeguard.storage.row_bytes import locate_rows
-
-# Initialisations of LoRA that leave B at zero, as adapter_config.json spells them.
-_ZERO_B = (True, "gaussian", "eva", None)
-_PART = re.compile(r"\.(?P<part>lora_A|lora_B|lora_magnitude_vector)(?:\.[^.]+)?(?P<tail>\.weight|\.bias)?$")
-_TOWER = re.compile(r"(^|[._])(vision|visual|vit|audio|image|img|speech)([._]|$)|encoder\.")  # beside the text decoder
-_IN_LAYER = re.compile(r"^(?P<prefix>(?:.*?\.)?)(?P<tail>(?:layers|h|blocks|block|layer|decoder_layers)\.\d+\..+)$")
 
 
 def check_adapter(
@@ -34,9 +26,9 @@ def check_adapter(
 
     Raises ValueError when the start covers none of the layers asked for.
     """
-    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    routes = _chosen(start, layers, roles, norms)
-    stored = _aligned(stored_tensors([adapter_file(folder)]), routes)
+    config = adapter_config(folder)
+    routes = chosen_routes(start, layers, roles, norms)
+    stored = adapter_tensors(folder, routes)
     checks: list[TensorCheck] = []
     untouched = 0
     for route in routes:
@@ -52,22 +44,6 @@ def check_adapter(
             for r in routes
         ]
     return checks, notes
-
-
-def _chosen(start: Start, layers: Iterable[int] | None, roles: Iterable[Role] | None, norms: bool) -> list[Route]:
-    everything = start.is_sidecar and roles is None
-    wanted_layers = None if layers is None else set(layers)
-    wanted_roles = set(roles or ROUTING_ROLES)
-    known = sorted({layer for route in start.routes for layer in (route.layer, *route.tied_layers)})
-    unknown = sorted((wanted_layers or set()) - set(known))
-    if unknown:
-        raise ValueError(f"layers {unknown} are not covered by {start.origin}; it covers {known}")
-    return [
-        route
-        for route in start.routes
-        if (wanted_layers is None or wanted_layers & {route.layer, *route.tied_layers})
-        and (everything or (route.role in wanted_roles and (norms or route.kind != "norm") and not route.shared))
-    ]
 
 
 def _check_route(
@@ -101,7 +77,7 @@ def _check_route(
                 route, tensor, f"a {config.get('peft_type')} adapter acts on it; merge it and verify the merged model"
             ),
         ]
-    initial = {_spelled(name): name for name in start.tensors if name.startswith(f"{module}.") and name not in plain}
+    initial = {spelled(name): name for name in start.tensors if name.startswith(f"{module}.") and name not in plain}
     for name, tensor in parts.items():
         checks += _check_part(route, name, tensor, parts, initial, start, config)
     return checks
@@ -116,7 +92,7 @@ def _check_part(
     start: Start,
     config: dict[str, object],
 ) -> list[TensorCheck]:
-    match = _PART.search(name)
+    match = PART.search(name)
     if match is None:
         return [
             _changed(
@@ -124,7 +100,7 @@ def _check_part(
             )
         ]
     part = match["part"]
-    key = _spelled(name) if _spelled(name) in initial else None
+    key = spelled(name) if spelled(name) in initial else None
     if part == "lora_A":
         if key is None or not _b_started_off_zero(key, initial, start):
             return []  # with B at zero, A does nothing
@@ -141,7 +117,7 @@ def _check_part(
                 route, tensor, "DoRA's magnitude is compared only with what the guard kept (reference.safetensors)"
             )
         ]
-    if config.get("init_lora_weights", True) not in _ZERO_B:
+    if config.get("init_lora_weights", True) not in ZERO_B:
         init = config.get("init_lora_weights")
         reason = f"init_lora_weights={init!r} did not start at zero: compare with what the guard kept"
         return [_changed(route, tensor, reason)]
@@ -161,26 +137,3 @@ def _changed(route: Route, tensor: StoredTensor, reason: str) -> TensorCheck:
     return TensorCheck(
         route.layer, route.role, route.kind, tensor.name, route.num_rows, route.num_parameters, 0, reason
     )
-
-
-def _spelled(name: str) -> str:
-    """`…lora_B.default.weight` as adapter files spell it: `…lora_B.weight`."""
-    return _PART.sub(lambda m: f".{m['part']}{m['tail'] or '.weight'}", name)
-
-
-def _aligned(stored: dict[str, StoredTensor], routes: Sequence[Route]) -> dict[str, StoredTensor]:
-    """The adapter's tensors under the start's prefix (`model.` against `model.language_model.`), other towers left out.
-
-    Raises ValueError when several stacks of the adapter could be the decoder.
-    """
-    wanted = {match["prefix"] for route in routes for match in [_IN_LAYER.match(route.parameter)] if match}
-    matches = {name: _IN_LAYER.match(name) for name in stored}
-    prefixes = sorted({m["prefix"] for m in matches.values() if m and not _TOWER.search(m["prefix"])})
-    if wanted & set(prefixes) or not prefixes or len(wanted) != 1:
-        return stored
-    if len(prefixes) > 1:
-        raise ValueError(
-            f"the adapter has tensors under {prefixes}, the start under {sorted(wanted)}: which is the decoder?"
-        )
-    (prefix,) = wanted
-    return {f"{prefix}{m['tail']}": stored[name] for name, m in matches.items() if m and m["prefix"] == prefixes[0]}

@@ -10,20 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from routeguard.protect.held import Held, held_parameters
-from routeguard.protect.modes import Interpolate, QKPro, QKRestore, Restoration, as_restoration
+from routeguard.protect.modes import QKPro, QKRestore, Restoration, as_restoration
 from routeguard.protect.rows import put_rows, take_rows
 from routeguard.restoration.adapters import adapted_modules, adapter_drift, refuse_merged, restored_adapter
 from routeguard.restoration.lookup import open_reference
 from routeguard.restoration.meaning import check_same_meaning, meaning_of
-from routeguard.restoration.methods import interpolated, qk_pro_values
+from routeguard.restoration.methods import WORTH_A_NOTE, interpolated, qk_pro_values, refuse_other_roles
 from routeguard.restoration.reference import Reference, refuse_unreadable
-from routeguard.restoration.report import LayerRestore, RestoreReport
+from routeguard.restoration.report import LayerRestore, RestoreReport, describe_method
 from routeguard.restoration.sources import ReferenceSource
 from routeguard.routes.collection import ROUTING_ROLES, Role, Route, Routes
 from routeguard.routes.find import find_routes
 from routeguard.routes.in_memory import is_quantised
-
-_WORTH_A_NOTE = 0.01  # share of entries that rounding kept from moving
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +120,7 @@ def _plan(
     if routes is None:
         routes = find_routes(model, roles=roles, layers=layers, norms=norms)
     if isinstance(mode, QKPro):
-        _refuse_other_roles(routes)
+        refuse_other_roles(routes)
     refuse_merged(model, routes.routes)
     held = held_parameters(model, routes)
     for piece in held:
@@ -142,16 +140,7 @@ def _plan(
     per_layer = _per_layer(model, routes, changes, movable, reference)
     if changes and not any(layer.changed_bytes for layer in per_layer):
         notes.append("nothing had moved: every row already equals what was written")
-    return changes, RestoreReport(_describe(mode, routes), reference.origin, per_layer, tuple(notes))
-
-
-def _refuse_other_roles(routes: Routes) -> None:
-    found = tuple(dict.fromkeys(route.role for route in routes))
-    if set(found) != {"query", "key"}:
-        raise ValueError(
-            f"QK-Pro solves for queries given keys, so roles must be query and key; found {', '.join(found)}. "
-            "Use method='qk' for other roles"
-        )
+    return changes, RestoreReport(describe_method(mode, routes), reference.origin, per_layer, tuple(notes))
 
 
 def _refuse_not_finite(held: Sequence[Held], reference: Reference) -> None:
@@ -189,7 +178,7 @@ def _new_values(
             tuned = take_rows(piece.parameter.detach(), piece.rows, piece.dim)
             values[piece.name], share = interpolated(tuned, start, mode.alpha)
             lost = max(lost, share)
-    if lost >= _WORTH_A_NOTE:
+    if lost >= WORTH_A_NOTE:
         dtype = str(base[0].parameter.dtype).removeprefix("torch.")
         return values, (f"rounding to {dtype} kept up to {lost:.0%} of a tensor's entries at their tuned value",)
     return values, ()
@@ -258,12 +247,3 @@ def _base_drift(piece: Held, route: Route, reference: Reference) -> tuple[float,
 def _changed_bytes(change: _Change) -> int:
     now = take_rows(change.held.parameter.detach(), change.held.rows, change.held.dim)
     return int((now != change.values.to(now.device)).sum()) * now.element_size()
-
-
-def _describe(mode: Restoration, routes: Routes) -> str:
-    roles = tuple(dict.fromkeys(route.role for route in routes))
-    which = "" if set(roles) == set(ROUTING_ROLES) else f" of {', '.join(roles)} only"
-    if isinstance(mode, QKPro):
-        return f"QK-Pro (ridge {mode.ridge:g})"
-    name = f"interpolation (alpha {mode.alpha:g})" if isinstance(mode, Interpolate) else "QK-Restore"
-    return name + which

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from routeguard.protect.rows import put_rows, take_rows
 from routeguard.restoration.reference import Reference
 from routeguard.routes.collection import NORMALISED, AttentionLayer, Route, Routes
 from routeguard.routes.names import canonical_name
+
+WORTH_A_NOTE = 0.01  # share of entries that rounding kept from moving
 
 
 def interpolated(tuned: Tensor, start: Tensor, alpha: float) -> tuple[Tensor, float]:
@@ -75,6 +77,16 @@ def qk_pro_values(
         {piece.name: take_rows(whole[piece.name], piece.rows, piece.dim) for piece in held},
         text if notes else (),
     )
+
+
+def refuse_other_roles(routes: Iterable[Route]) -> None:
+    """QK-Pro is about queries and keys together. Raises ValueError for any other choice of roles."""
+    found = tuple(dict.fromkeys(route.role for route in routes))
+    if set(found) != {"query", "key"}:
+        raise ValueError(
+            f"QK-Pro solves for queries given keys, so roles must be query and key; found {', '.join(found)}. "
+            "Use method='qk' for other roles"
+        )
 
 
 def _refuse_undefined(geometry: AttentionLayer) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -31,6 +30,7 @@ from routeguard.protect.rows import take_rows
 from routeguard.restoration.meaning import meaning_of
 from routeguard.routes.collection import Route, Rows
 from routeguard.routes.in_memory import is_quantised
+from routeguard.storage.durable import written_beside
 from routeguard.storage.row_bytes import locate_rows
 
 
@@ -151,14 +151,8 @@ def save_reference(reference: Reference, path: str | os.PathLike[str]) -> None:
     for name, tensor in reference.tensors.items():  # the format does not take shared storage
         tensors[name] = tensor.clone() if tensor.data_ptr() in written else tensor.contiguous()
         written.add(tensor.data_ptr())
-    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
+    with written_beside(path) as beside:
         save_file(tensors, beside, metadata={METADATA_KEY: json.dumps(facts, sort_keys=True)})
-        _sync(beside)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
-    _sync(path.parent)
 
 
 def load_reference(path: str | os.PathLike[str]) -> Reference:
@@ -208,15 +202,6 @@ def refuse_without_local_values(name: str, parameter: Tensor) -> None:
             f"{name} is split over processes ({split or 'no elements here'}); this version copies whole tensors only: "
             "save a full checkpoint, and restore that in a single process"
         )
-
-
-def _sync(path: Path) -> None:
-    with contextlib.suppress(PermissionError):  # a folder cannot be opened on Windows
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _listed(names: Mapping[str, Any]) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from routeguard.protect.modes import Interpolate, QKPro, Restoration
+from routeguard.routes.collection import ROUTING_ROLES, Route
 
 SCHEMA_VERSION = 1
 
@@ -67,3 +70,13 @@ class RestoreReport:
                 f"{layer.layer:>5}  {len(layer.tensors):>7}  {layer.num_rows:>6}  {layer.changed_bytes:>13,}  {drift}"
             )
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def describe_method(mode: Restoration, routes: Iterable[Route]) -> str:
+    """A method with its setting, in words: "QK-Restore", "QK-Restore of query only", "QK-Pro (ridge 0.1)"."""
+    roles = tuple(dict.fromkeys(route.role for route in routes))
+    which = "" if set(roles) == set(ROUTING_ROLES) else f" of {', '.join(roles)} only"
+    if isinstance(mode, QKPro):
+        return f"QK-Pro (ridge {mode.ridge:g})"
+    name = f"interpolation (alpha {mode.alpha:g})" if isinstance(mode, Interpolate) else "QK-Restore"
+    return name + which

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ def adapter_file(folder: Path) -> Path:
     return file
 
 
-def quantisation_of(config: dict[str, Any]) -> str:
+def quantisation_of(config: Mapping[str, Any]) -> str:
     """The method in `quantization_config` ("bitsandbytes", "gptq", "fp8"), "" for a plain checkpoint."""
     settings = config.get("quantization_config") or config.get("compression_config")
     if not settings and isinstance(config.get("text_config"), dict):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from routeguard.protect.modes import Protection, Restoration
+from routeguard.storage.durable import write_json
 
 SCHEMA_VERSION = 1
 FOLDER = "routeguard"  # inside the Trainer's output folder
@@ -57,7 +57,7 @@ def settings(mode: Protection | Restoration | None) -> dict[str, Any] | None:
 def write_state(folder: Path, state: RunState) -> None:
     """Write `routeguard.json` atomically."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / STATE_FILE, json.dumps(asdict(state), indent=2))
+    write_json(folder / STATE_FILE, asdict(state))
 
 
 def read_state(folder: Path) -> RunState | None:
@@ -79,16 +79,3 @@ def read_state(folder: Path) -> RunState | None:
         raise ValueError(
             f"{path} is damaged ({error}); delete it only if the run shall be treated as unguarded"
         ) from None
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write beside, flush to disk, rename over: a reader sees the old file or the new one."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with beside.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)

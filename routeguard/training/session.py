@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +20,10 @@ from routeguard.protect.modes import Anchor, Freeze, Restoration
 from routeguard.protect.rows import take_rows
 from routeguard.restoration.in_memory import restore
 from routeguard.restoration.reference import Reference, save_reference
+from routeguard.storage.durable import write_json
 from routeguard.training.log_metrics import LogWrapper
 from routeguard.training.resolution import ResolutionWatch
-from routeguard.training.run_state import DRIFT_FILE, FOLDER, REFERENCE_FILE, write_atomically, write_state
+from routeguard.training.run_state import DRIFT_FILE, FOLDER, REFERENCE_FILE, write_state
 from routeguard.training.start import Start, find_start
 from routeguard.training.stillness import Stillness
 from routeguard.training.summary import summarise
@@ -142,7 +142,7 @@ class Session:
             norms=self.guard.norms,
         )
         if self.is_main:
-            write_atomically(self.folder / "restore.json", json.dumps(report.to_dict(), indent=2))
+            write_json(self.folder / "restore.json", report.to_dict())
             print(report, flush=True)
         if self.trainer is not None:
             drifts = [value for layer in report.layers for value in layer.drift_before.values()]

@@ -1,0 +1,72 @@
+"""The tensors of a PEFT adapter folder, and the routes that they act on. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from routeguard.checkpoint.start import Start
+from routeguard.routes.collection import ROUTING_ROLES, Role, Route
+from routeguard.storage.folder import adapter_file, read_json, stored_tensors
+from routeguard.storage.header import StoredTensor
+
+# Initialisations of LoRA that leave B at zero, as adapter_config.json spells them.
+ZERO_B = (True, "gaussian", "eva", None)
+PART = re.compile(r"\.(?P<part>lora_A|lora_B|lora_magnitude_vector)(?:\.[^.]+)?(?P<tail>\.weight|\.bias)?$")
+_TOWER = re.compile(r"(^|[._])(vision|visual|vit|audio|image|img|speech)([._]|$)|encoder\.")  # beside the text decoder
+_IN_LAYER = re.compile(r"^(?P<prefix>(?:.*?\.)?)(?P<tail>(?:layers|h|blocks|block|layer|decoder_layers)\.\d+\..+)$")
+
+
+def adapter_config(folder: Path) -> dict[str, Any]:
+    """`adapter_config.json`. Raises ValueError if it is not a JSON object."""
+    config = read_json(folder / "adapter_config.json")
+    if not isinstance(config, dict):
+        raise ValueError(f"{folder / 'adapter_config.json'} is not a JSON object")
+    return config
+
+
+def adapter_tensors(folder: Path, routes: Sequence[Route]) -> dict[str, StoredTensor]:
+    """Canonical name to tensor of everything that the adapter stores, under the prefix that the routes have."""
+    return aligned(stored_tensors([adapter_file(folder)]), routes)
+
+
+def chosen_routes(start: Start, layers: Iterable[int] | None, roles: Iterable[Role] | None, norms: bool) -> list[Route]:
+    """The start's routes that were asked for; of a sidecar, by default, all it holds. ValueError for other layers."""
+    everything = start.is_sidecar and roles is None
+    wanted_layers = None if layers is None else set(layers)
+    wanted_roles = set(roles or ROUTING_ROLES)
+    known = sorted({layer for route in start.routes for layer in (route.layer, *route.tied_layers)})
+    unknown = sorted((wanted_layers or set()) - set(known))
+    if unknown:
+        raise ValueError(f"layers {unknown} are not covered by {start.origin}; it covers {known}")
+    return [
+        route
+        for route in start.routes
+        if (wanted_layers is None or wanted_layers & {route.layer, *route.tied_layers})
+        and (everything or (route.role in wanted_roles and (norms or route.kind != "norm") and not route.shared))
+    ]
+
+
+def spelled(name: str) -> str:
+    """`…lora_B.default.weight` as adapter files spell it: `…lora_B.weight`."""
+    return PART.sub(lambda m: f".{m['part']}{m['tail'] or '.weight'}", name)
+
+
+def aligned(stored: dict[str, StoredTensor], routes: Sequence[Route]) -> dict[str, StoredTensor]:
+    """The adapter's tensors under the start's prefix (`model.` against `model.language_model.`), other towers left out.
+
+    Raises ValueError when several stacks of the adapter could be the decoder.
+    """
+    wanted = {match["prefix"] for route in routes for match in [_IN_LAYER.match(route.parameter)] if match}
+    matches = {name: _IN_LAYER.match(name) for name in stored}
+    prefixes = sorted({m["prefix"] for m in matches.values() if m and not _TOWER.search(m["prefix"])})
+    if wanted & set(prefixes) or not prefixes or len(wanted) != 1:
+        return stored
+    if len(prefixes) > 1:
+        raise ValueError(
+            f"the adapter has tensors under {prefixes}, the start under {sorted(wanted)}: which is the decoder?"
+        )
+    (prefix,) = wanted
+    return {f"{prefix}{m['tail']}": stored[name] for name, m in matches.items() if m and m["prefix"] == prefixes[0]}

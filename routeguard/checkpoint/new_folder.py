@@ -1,0 +1,121 @@
+"""Write a patched copy of a checkpoint folder that appears under its name only when it is whole and on the disk."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from routeguard.checkpoint.patch import Patch, apply_patches, patched_files
+from routeguard.checkpoint.provenance import record_restore
+from routeguard.storage.copying import Advance, copy_file
+from routeguard.storage.durable import sync
+
+# What Trainer, Accelerate and DeepSpeed keep to go on training: it belongs to the tuned weights, not to restored ones.
+_TRAINING_STATE = re.compile(
+    r"^(optimizer(_\d+)?\.(pt|bin|safetensors)|scheduler(_\d+)?\.(pt|bin)|scaler(_\d+)?\.(pt|bin)"
+    r"|rng_state.*\.pth|random_states_\d+\.pkl|trainer_state\.json|latest|zero_to_fp32\.py)$"
+)
+_OTHER_CHECKPOINT = re.compile(r"^(checkpoint-\d+|global_step\d+|pytorch_model_fsdp_\d+|optimizer_\d+)$")
+
+
+def files_to_copy(tuned: Path) -> tuple[list[Path], list[str]]:
+    """Every file of a checkpoint (relative), and the names that stay behind: training state, other checkpoints."""
+    kept: list[Path] = []
+    left_out: list[str] = []
+    for path in sorted(tuned.iterdir()):
+        is_folder = path.is_dir()
+        if (_OTHER_CHECKPOINT if is_folder else _TRAINING_STATE).match(path.name) or _is_partial(path.name):
+            left_out.append(path.name)
+        elif is_folder:
+            kept += [p.relative_to(tuned) for p in sorted(path.rglob("*")) if not p.is_dir()]
+        else:
+            kept.append(path.relative_to(tuned))
+    return kept, left_out
+
+
+def write_copy(tuned: Path, out: Path, patches: Sequence[Patch], facts: dict[str, Any], advance: Advance) -> str:
+    """Copy TUNED's files to OUT with the patches applied and the facts recorded. Returns how files were copied.
+
+    Killed at any point, OUT is either absent or whole. On an error nothing of it is left; TUNED is only read.
+
+    Raises OSError from the platform (disk full, no permission), with what was being done.
+    """
+    files, _ = files_to_copy(tuned)
+    with _whole_or_nothing(out) as beside, ThreadPoolExecutor(1) as background:
+        flushed, ways = [], set()
+        for file in files:
+            target = beside / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            ways.add(copy_file(tuned / file, target, advance))
+            flushed.append(background.submit(sync, target))  # while the next one is copied
+        apply_patches(patches, folder=beside)
+        record_restore(beside, facts)
+        for done in flushed:
+            done.result()
+        for file in patched_files(patches):
+            sync(beside / file.name)
+        for folder in {beside, *((beside / file).parent for file in files)}:
+            sync(folder)
+    return ", ".join(sorted(ways))
+
+
+@contextmanager
+def _whole_or_nothing(out: Path) -> Iterator[Path]:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(out)
+    beside = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
+    beside.mkdir()
+    try:
+        with _locked(beside):
+            yield beside
+            if out.exists():  # made meanwhile; an empty folder would be replaced silently
+                raise ValueError(f"{out} has appeared while the copy was made; nothing was written there")
+            os.rename(beside, out)
+            sync(out.parent)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Hold a lock on a folder, which ends with the process. Gives False when another process holds it.
+
+    Where folders cannot be locked (Windows), it gives False and holds nothing.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield False
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        held = False
+    else:
+        held = True
+    try:
+        yield held
+    finally:
+        os.close(handle)
+
+
+def _remove_abandoned(out: Path) -> None:
+    """Remove what killed runs left beside `out`: partial copies that no living process holds a lock on."""
+    pattern = re.compile(rf"^\.{re.escape(out.name)}\.[0-9a-f]{{8}}\.partial$")
+    for path in out.parent.iterdir():
+        if pattern.match(path.name) and path.is_dir() and not path.is_symlink():
+            with _locked(path) as abandoned:
+                if abandoned:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_partial(name: str) -> bool:
+    return name.startswith(".") and name.endswith(".partial")
