@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import drift, guard_step
+from benchmarks import attention_distance, drift, guard_step
 
 
 def main() -> None:
@@ -14,6 +14,8 @@ def main() -> None:
     drift.main(["--device", device])
     print()
     guard_step.main(["--device", device])
+    print()
+    attention_distance.main(["--device", device])
 
 
 if __name__ == "__main__":

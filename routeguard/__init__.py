@@ -40,6 +40,8 @@ _EXPORTS = {
     "restored": "routeguard.restoration.in_memory",
     "read_drift": "routeguard.drift.record",
     "verify_checkpoint": "routeguard.checkpoint.verify",
+    "attention_distance": "routeguard.diagnostics.distance",
+    "distance_change": "routeguard.diagnostics.distance_change",
 }
 _RENAMED = {"verify": "verify_routes", "read_drift": "read_record"}
 
@@ -47,6 +49,8 @@ __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
     from routeguard.checkpoint.verify import verify_checkpoint
+    from routeguard.diagnostics.distance import attention_distance
+    from routeguard.diagnostics.distance_change import distance_change
     from routeguard.drift.meter import DriftMeter, track
     from routeguard.drift.record import read_record as read_drift
     from routeguard.protect.anchor import anchor

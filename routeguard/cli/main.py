@@ -1,18 +1,19 @@
 """The `routeguard` command. Each subcommand is a thin shell over a function of the library.
 
-Exit codes: 0 done, 1 a check failed, 2 the call could not be carried out (bad input).
+Exit codes: 0 done, 1 a check failed, 2 the call could not be carried out (bad input), 3 a file could not be read or
+written (disk full, no permission).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import typer
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+from routeguard.cli.checkpoints import checkpoints
+from routeguard.cli.diagnose import diagnose
+from routeguard.cli.shared import clear_errors, parse_layers
 
 app = typer.Typer(
     name="routeguard",
@@ -21,6 +22,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(checkpoints)
+app.add_typer(diagnose)
 
 Layers = Annotated[str | None, typer.Option("--layers", help="Only these layers, for example 3,7,11.")]
 Norms = Annotated[bool, typer.Option("--norms", help="Also the gains of query and key norms.")]
@@ -31,22 +34,8 @@ Output = Annotated[Path, typer.Option(help="Folder for the table (JSON), the plo
 Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps of each fine-tuning.")]
 
 
-def _clear_errors(function: Function) -> Function:
-    """Bad input ends in one line on standard error and exit code 2, without a traceback."""
-
-    @wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except ValueError as error:
-            typer.echo(f"routeguard: {error}", err=True)
-            raise typer.Exit(2) from None
-
-    return wrapped  # type: ignore[return-value]
-
-
 @app.command()
-@_clear_errors
+@clear_errors
 def inspect(
     path: Annotated[Path, typer.Argument(help="Checkpoint folder: config.json and safetensors.")],
     layers: Layers = None,
@@ -62,7 +51,7 @@ def inspect(
 
 
 @app.command()
-@_clear_errors
+@clear_errors
 def verify(
     folder: Annotated[Path, typer.Argument(help="The checkpoint or adapter folder to check.")],
     against: Annotated[Path, typer.Option("--against", help="The starting checkpoint, or a guard's sidecar.")],
@@ -85,7 +74,7 @@ def verify(
 
 
 @app.command()
-@_clear_errors
+@clear_errors
 def demo(
     everything: Everything = False,
     seeds: Seeds = 1,
@@ -96,16 +85,6 @@ def demo(
     from routeguard.demo.console import show_demo
 
     show_demo(output, seeds=seeds, all_modes=everything, steps=steps)
-
-
-def parse_layers(text: str | None) -> list[int] | None:
-    """Turn "3,7,11" into [3, 7, 11]; None stays None. Raises ValueError for anything else."""
-    if text is None:
-        return None
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"--layers {text!r} is not a list of layer indices like 3,7,11") from None
 
 
 if __name__ == "__main__":

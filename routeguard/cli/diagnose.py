@@ -1,0 +1,92 @@
+"""`routeguard diagnose …`: what happened to long-range attention, in tables, JSON and pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from routeguard.cli.shared import clear_errors, parse_layers
+
+diagnose = typer.Typer(
+    name="diagnose",
+    help="Why does recall fall? Attention distance, locality, routing pictures, layer importance, drift.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Model = Annotated[Path, typer.Argument(help="The model: a checkpoint folder with its tokenizer.")]
+Before = Annotated[Path | None, typer.Option("--before", help="The starting checkpoint, to compare with.")]
+TextFile = Annotated[Path | None, typer.Option("--text", help="Text file to measure on. Default: built-in prose.")]
+Tokens = Annotated[int, typer.Option("--tokens", help="Length of a sequence in tokens.")]
+Sequences = Annotated[int, typer.Option("--sequences", help="How many sequences.")]
+Layers = Annotated[str | None, typer.Option("--layers", help="Only these layers, for example 3,7,11.")]
+Plot = Annotated[Path | None, typer.Option("--plot", help="Write the picture to this file (.png, .pdf, .svg).")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+@diagnose.command()
+@clear_errors
+def distance(
+    model: Model,
+    before: Before = None,
+    text: TextFile = None,
+    tokens: Tokens = 2048,
+    sequences: Sequences = 1,
+    queries: Annotated[int, typer.Option("--queries", help="Queries computed in each sequence.")] = 64,
+    layers: Layers = None,
+    plot: Plot = None,
+    json: AsJson = False,
+) -> None:
+    """How far back each head looks; with --before, which layers shortened, and what restoring Q/K gives back."""
+    from routeguard.diagnostics.distance import attention_distance
+    from routeguard.diagnostics.distance_change import distance_change
+    from routeguard.restoration.in_memory import restored
+
+    loaded, tokenizer = _load(model)
+    rows = _rows(tokenizer, text, tokens, sequences)
+    options: dict[str, Any] = {"layers": parse_layers(layers), "num_queries": queries}
+    if before is None:
+        result: Any = attention_distance(loaded, rows, **options)
+    else:
+        start, _ = _load(before)
+        states = {"before": attention_distance(start, rows, **options)}
+        states["after"] = attention_distance(loaded, rows, **options)
+        with restored(loaded, start):
+            states["restored"] = attention_distance(loaded, rows, **options)
+        result = distance_change(states)
+    _show(result, json=json, plot=plot)
+
+
+def _load(path: Path) -> tuple[Any, Any]:
+    """Model and tokenizer of a folder, on the accelerator if there is one. Never runs code of the folder."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a folder with a checkpoint")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").to(device).eval()
+    return model, AutoTokenizer.from_pretrained(path)
+
+
+def _rows(tokenizer: Any, text: Path | None, tokens: int, sequences: int) -> Any:
+    from routeguard.diagnostics.texts import builtin_prose, token_rows
+
+    if text is not None and not text.is_file():
+        raise ValueError(f"{text} is not a file")
+    content = builtin_prose() if text is None else text.read_text(encoding="utf-8")
+    return token_rows(tokenizer, content, num_tokens=tokens, num_sequences=sequences)
+
+
+def _show(result: Any, *, json: bool, plot: Path | None) -> None:
+    if json:
+        import json as json_module
+
+        typer.echo(json_module.dumps(result.to_dict(), indent=2))
+    else:
+        typer.echo(str(result))
+    if plot is not None:
+        result.plot(plot)
+        typer.echo(f"picture: {plot}", err=True)

@@ -1,0 +1,46 @@
+"""What every subcommand shares: clear errors, and reading options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+import typer
+
+from routeguard.routes.collection import Role
+from routeguard.routes.resolve import check_roles
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def clear_errors(function: Function) -> Function:
+    """Bad input ends in exit code 2, a disk that fails in 3; a message on standard error, and no traceback."""
+
+    @wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except ValueError as error:
+            typer.echo(f"routeguard: {error}", err=True)
+            raise typer.Exit(2) from None
+        except OSError as error:
+            typer.echo(f"routeguard: {error}", err=True)
+            raise typer.Exit(3) from None
+
+    return wrapped  # type: ignore[return-value]
+
+
+def parse_layers(text: str | None) -> list[int] | None:
+    """Turn "3,7,11" into [3, 7, 11]; None stays None. Raises ValueError for anything else."""
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--layers {text!r} is not a list of layer indices like 3,7,11") from None
+
+
+def parse_roles(text: str) -> tuple[Role, ...]:
+    """Turn "query,key" into ("query", "key"). Raises ValueError, naming the choices, for anything else."""
+    return check_roles(part.strip() for part in text.split(","))  # type: ignore[misc]
