@@ -40,6 +40,9 @@ _EXPORTS = {
     "restored": "routeguard.restoration.in_memory",
     "read_drift": "routeguard.drift.record",
     "verify_checkpoint": "routeguard.checkpoint.verify",
+    "restore_checkpoint": "routeguard.checkpoint.restore",
+    "undo_restore": "routeguard.checkpoint.in_place",
+    "checkpoint_drift": "routeguard.checkpoint.drift",
     "attention_distance": "routeguard.diagnostics.distance",
     "distance_change": "routeguard.diagnostics.distance_change",
 }
@@ -48,6 +51,9 @@ _RENAMED = {"verify": "verify_routes", "read_drift": "read_record"}
 __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
+    from routeguard.checkpoint.drift import checkpoint_drift
+    from routeguard.checkpoint.in_place import undo_restore
+    from routeguard.checkpoint.restore import restore_checkpoint
     from routeguard.checkpoint.verify import verify_checkpoint
     from routeguard.diagnostics.distance import attention_distance
     from routeguard.diagnostics.distance_change import distance_change

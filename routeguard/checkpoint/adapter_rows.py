@@ -106,9 +106,9 @@ class _Planner:
                 starts[name]
             ):
                 raise ValueError(
-                    f"{route.parameter} is routing in part, its adapter did not start at zero and lora_A has moved: no "
-                    "value of the routing rows of lora_B gives the start back without touching the other rows. Merge the "
-                    "adapter and restore the merged model"
+                    f"{route.parameter} is routing in part, its adapter did not start at zero and lora_A has moved: "
+                    "no value of the routing rows of lora_B gives the start back and leaves the other rows alone. Merge "
+                    "the adapter and restore the merged model"
                 )
 
     def _from_base(self, route: Route, mine: Mapping[str, StoredTensor], rows: Rows | None) -> None:
@@ -180,8 +180,8 @@ def plan_adapter(
         planner.module(members)
     if not planner.parts:
         raise ValueError(
-            f"nothing in {folder} acts on the {len(routes)} routes of {start.origin} (first: {routes[0].parameter}): the "
-            "base is frozen there, so there is nothing to restore"
+            f"nothing in {folder} acts on the {len(routes)} routes of {start.origin} (first: {routes[0].parameter}): "
+            "the base is frozen there, so there is nothing to restore"
         )
     patches, facts = [], []
     layers_done: dict[int, list[tuple[_Part, int]]] = {}

@@ -1,0 +1,210 @@
+"""`checkpoint_drift`: how far the routing rows of two checkpoints lie apart, by layer, role and head. No torch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from math import prod
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from routeguard.checkpoint.compare import Slice
+from routeguard.checkpoint.row_plan import RowRestore, by_place_notes, plan_rows
+from routeguard.checkpoint.start import open_start, refuse_quantised
+from routeguard.restoration.meaning import check_same_meaning, meaning_of_config
+from routeguard.routes.collection import ROUTING_ROLES, Role, Route, Routes
+from routeguard.routes.resolve import resolve
+from routeguard.storage.floats import Floats, to_floats
+from routeguard.storage.folder import checkpoint_config, is_adapter, stored_checkpoint
+from routeguard.storage.hub import local_folder
+from routeguard.storage.row_bytes import CHUNK_BYTES
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class TensorDrift:
+    """The rows of one role in one tensor.
+
+    Attributes:
+        layer, role, kind, tensor: which; the name is TUNED's.
+        drift: ‖W − W₀‖ / ‖W₀‖ over the rows, 0 to infinity; None if the start is all zero.
+        heads: the same for each head, in order; empty where rows are not grouped by heads (MLA's first factors, norms).
+        num_changed_rows: rows with any entry that differs.
+        num_rows: rows compared.
+    """
+
+    layer: int
+    role: str
+    kind: str
+    tensor: str
+    drift: float | None
+    heads: tuple[float | None, ...]
+    num_changed_rows: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class CheckpointDrift:
+    """What `checkpoint_drift` measured. `str()` prints a table, `plot()` draws it, `to_dict()` is JSON-serialisable.
+
+    Attributes:
+        base, tuned: what was compared.
+        tensors: one entry for each role and tensor.
+        logits: layer to the relative drift of each query head's logit form (`science`: mean over token distances), if
+            asked for; layers where weights do not make the logit are in `notes`.
+        num_bytes_read: bytes of weights read, both sides together.
+        notes: what was matched by place, what differs in meaning.
+    """
+
+    base: str
+    tuned: str
+    tensors: tuple[TensorDrift, ...]
+    logits: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    num_bytes_read: int = 0
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"schema_version": SCHEMA_VERSION, **asdict(self)}
+
+    def plot(self) -> Figure:
+        """One heat map for each role, layers by heads. Needs matplotlib (`pip install routeguard[plots]`)."""
+        from routeguard.checkpoint.drift_plot import plot_drift
+
+        return plot_drift(self)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.tuned} against {self.base}: relative drift of query and key rows",
+            f"{'layer':>5}  {'role':<6} {'kind':<6}  {'drift':>9}  {'heads: lowest to highest':<26}  tensor",
+        ]
+        for entry in self.tensors:
+            heads = [value for value in entry.heads if value is not None]
+            spread = f"{min(heads):.4f} to {max(heads):.4f} ({len(entry.heads)})" if heads else "-"
+            drift = "-" if entry.drift is None else f"{entry.drift:.5f}"
+            lines.append(f"{entry.layer:>5}  {entry.role:<6} {entry.kind:<6}  {drift:>9}  {spread:<26}  {entry.tensor}")
+        for layer, values in self.logits.items():
+            lines.append(f"layer {layer}: logit form moved by {min(values):.4f} to {max(values):.4f} a query head")
+        if all(entry.num_changed_rows == 0 for entry in self.tensors):
+            lines.append("nothing has moved: every row equals its start")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def checkpoint_drift(
+    base: str | PathLike[str],
+    tuned: str | PathLike[str],
+    *,
+    roles: Iterable[Role] = ROUTING_ROLES,
+    layers: Iterable[int] | None = None,
+    norms: bool = False,
+    logits: bool = False,
+) -> CheckpointDrift:
+    """Measure how far the queries and keys of a saved checkpoint moved, reading their rows and nothing else.
+
+    Args:
+        base: the checkpoint that the tuning started from (a folder, or a model id of the Hub), or what a guarded run
+            kept.
+        tuned: a checkpoint folder: safetensors, one file or sharded.
+        roles: "query", "key", "value", "output". Default: query and key.
+        layers: only these decoder layers. Default: every full-attention layer.
+        norms: also the gains of query and key norms. Default: no.
+        logits: also the drift of each head's logit form, rotary-aware (`drift.routing_form`); needs torch. Default: no.
+
+    Raises:
+        ValueError: not checkpoints, not of the same model, quantised, or an adapter (merge it first).
+    """
+    tuned_folder, base_folder = Path(tuned), local_folder(str(base))
+    if not tuned_folder.is_dir():
+        raise ValueError(f"{tuned_folder} is not a folder with a checkpoint")
+    if is_adapter(tuned_folder):
+        raise ValueError(
+            f"{tuned_folder} is an adapter folder: the drift on disk is that of whole weights. Merge it first, or read "
+            "the run's own drift.jsonl"
+        )
+    config = checkpoint_config(tuned_folder)
+    refuse_quantised(tuned_folder, config)
+    stored = stored_checkpoint(tuned_folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        routes = resolve(config, stored, roles=roles, norms=norms, layers=layers)
+    start = open_start(base_folder)
+    meaning = meaning_of_config(config, resolve(config, stored))
+    notes = [*check_same_meaning(meaning, start.meaning, insist=True)]
+    rows = plan_rows(stored, routes, start)
+    tensors = tuple(_tensor_drift(row, routes) for row in rows)
+    read = sum(row.tuned.num_bytes + row.start.num_bytes for row in rows)
+    found: dict[int, tuple[float, ...]] = {}
+    if logits:
+        from routeguard.checkpoint.logit_drift import logit_drift
+
+        found, reasons = logit_drift(rows, routes)
+        notes += reasons
+    return CheckpointDrift(
+        start.origin, str(tuned_folder), tensors, found, read,
+        (*notes, *by_place_notes(rows)),
+    )  # fmt: skip
+
+
+def _tensor_drift(row: RowRestore, routes: Routes) -> TensorDrift:
+    moved, size = np.zeros(row.route.num_rows), np.zeros(row.route.num_rows)
+    for at, start, tuned in _row_blocks(row):
+        with np.errstate(invalid="ignore", over="ignore"):
+            difference = tuned - start
+            moved[at] += np.einsum("ij,ij->i", difference, difference)
+            size[at] += np.einsum("ij,ij->i", start, start)
+    heads = _num_heads(row.route, routes)
+    return TensorDrift(
+        layer=row.route.layer,
+        role=row.route.role,
+        kind=row.route.kind,
+        tensor=row.route.parameter,
+        drift=_relative(moved.sum(), size.sum()),
+        heads=tuple(
+            _relative(a, b)
+            for a, b in zip(moved.reshape(heads, -1).sum(1), size.reshape(heads, -1).sum(1), strict=True)
+        )
+        if heads
+        else (),
+        num_changed_rows=int(np.count_nonzero(moved)),
+        num_rows=row.route.num_rows,
+    )
+
+
+def _row_blocks(row: RowRestore) -> Iterator[tuple[slice, Floats, Floats]]:
+    """(which of the route's rows, their start values, their tuned values), rows first, a few MiB at a time."""
+    shape, dim = row.route.shape, row.route.dim
+    inner = prod(shape[dim + 1 :]) if dim == 0 else row.route.num_rows
+    items = max(row.start.tensor.item_bytes, row.tuned.tensor.item_bytes)
+    block = max(1, CHUNK_BYTES // (items * max(inner, 1)))
+    pairs = zip(_floats(row.start, block * inner), _floats(row.tuned, block * inner), strict=True)
+    done = 0
+    for start, tuned in pairs:
+        start, tuned = start.reshape(-1, inner), tuned.reshape(-1, inner)
+        if dim:  # a block of whole lines across the rows, which lie along the last dimension
+            yield slice(0, inner), start.T, tuned.T
+        else:
+            yield slice(done, done + len(start)), start, tuned
+            done += len(start)
+
+
+def _floats(part: Slice, chunk_elements: int) -> Iterator[Floats]:
+    for chunk in part.chunks(chunk_elements):
+        yield to_floats(chunk, part.tensor.dtype)
+
+
+def _num_heads(route: Route, routes: Routes) -> int:
+    """How many heads the rows are, 0 where they are not grouped by heads."""
+    geometry = routes.geometry_of(route)
+    heads = {"query": geometry.num_heads, "key": geometry.num_key_value_heads}.get(route.role, 0)
+    return heads if heads and route.kind != "norm" and route.num_rows == heads * geometry.head_dim else 0
+
+
+def _relative(moved: float, size: float) -> float | None:
+    return float((moved / size) ** 0.5) if size > 0 else None
