@@ -1,0 +1,112 @@
+"""One forward pass that keeps the last few positions' logits only, for any causal language model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def last_logits(model: Any, input_ids: Tensor, keep: int, *, prefill_tokens: int | None = None) -> Tensor:
+    """Logits of the last `keep` positions, `[rows, keep, vocabulary]` in float32; no others are ever computed.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        input_ids: `[rows, tokens]`, all rows of one length, on the model's device.
+        keep: how many positions, 1 to `tokens`.
+        prefill_tokens: read the rows in pieces of this many tokens through the model's cache; None: at once.
+
+    Raises ValueError if the model has no output layer that can be narrowed.
+    """
+    head = input_ids.shape[1] - keep
+    if prefill_tokens is None or head < 1:
+        return _forward(model, input_ids, keep)
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model_config(model))
+    for start in range(0, head, prefill_tokens):
+        _forward(model, input_ids[:, start : min(start + prefill_tokens, head)], 1, cache)
+    return _forward(model, input_ids[:, head:], keep, cache)
+
+
+@torch.no_grad()
+def takes_prompts_in_pieces(model: Any, input_ids: Tensor, keep: int, prefill_tokens: int) -> bool:
+    """Whether reading in pieces gives the logits of reading at once, found out by doing both on `input_ids`.
+
+    Many recurrent and convolution layers start anew with each piece; their answers would be wrong without a warning.
+    """
+    try:
+        pieces = last_logits(model, input_ids, keep, prefill_tokens=prefill_tokens)
+    except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError, IndexError, KeyError):
+        return False
+    whole = last_logits(model, input_ids, keep)
+    scale = whole.std().clamp_min(1e-6)
+    tolerance = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.1
+    return bool(((pieces - whole).abs().max() / scale) < tolerance)
+
+
+def model_config(model: Any) -> Any:
+    """The model's own configuration, looking through adapters; None for a module without one."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return getattr(inner, "config", None)
+
+
+def max_positions(model: Any) -> int | None:
+    """The longest context that the configuration names, in tokens; None where it names none."""
+    config = model_config(model)
+    if config is None:
+        return None
+    get_text_config = getattr(config, "get_text_config", None)
+    text = get_text_config() if callable(get_text_config) else config
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def _forward(model: Any, input_ids: Tensor, keep: int, cache: Any = None) -> Tensor:
+    accepted = _parameters(model)
+    options: dict[str, Any] = {}
+    if cache is not None:
+        options |= {"past_key_values": cache, "use_cache": True}
+    elif "use_cache" in accepted:
+        options["use_cache"] = False
+    if "logits_to_keep" in accepted:
+        output = model(input_ids=input_ids, logits_to_keep=keep, **options)
+    else:
+        with _narrowed_head(model, keep):
+            output = model(input_ids=input_ids, **options)
+    logits = output if isinstance(output, Tensor) else output.logits
+    return logits[:, -keep:].float()
+
+
+def _parameters(model: Any) -> set[str]:
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return set(inspect.signature(type(inner).forward).parameters)
+
+
+@contextmanager
+def _narrowed_head(model: Any, keep: int) -> Iterator[None]:
+    """For models without `logits_to_keep`: the output layer is handed the last positions only."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    get = getattr(inner, "get_output_embeddings", None)
+    head = (get() if callable(get) else None) or getattr(inner, "lm_head", None)
+    if not isinstance(head, nn.Module):
+        raise ValueError(
+            f"{type(inner).__name__} takes no logits_to_keep and names no output layer (get_output_embeddings or "
+            "lm_head), so the logits of all positions would be computed; give its forward a logits_to_keep argument"
+        )
+
+    def narrow(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (args[0][:, -keep:], *args[1:])
+
+    handle = head.register_forward_pre_hook(narrow)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,75 @@
+"""Recall after reasoning: a chain of thought stands between the text and the question about it.
+
+Recall can fall after a short reasoning span even where it is intact without one (RecaLLM, arXiv 2604.09494).
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+from routeguard.recall.task import Draft, Material, Rendered, Task
+
+SUFFIX = "+reasoning"
+
+
+@dataclass(frozen=True)
+class AfterReasoning:
+    """Any task, with a chain of thought about something else before its question.
+
+    Args:
+        task: a task whose question is the last line of its text.
+        num_steps: length of the chain; a step is a sentence of about 25 tokens.
+    """
+
+    task: Task
+    num_steps: int = 12
+
+    @property
+    def name(self) -> str:
+        return self.task.name + SUFFIX
+
+    @property
+    def joiner(self) -> str:
+        return self.task.joiner
+
+    def draft(self, rng: random.Random, material: Material, depth: float | None) -> Draft:
+        draft = self.task.draft(rng, material, depth)
+        numbers = [rng.randint(11, 99) for _ in range(self.num_steps + 1)]
+        return _ReasoningDraft(draft, _problem(numbers), _chain(numbers))
+
+
+@dataclass(frozen=True)
+class _ReasoningDraft:
+    draft: Draft
+    problem: str
+    chain: str
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        return self.draft.answers
+
+    @property
+    def answer_prefix(self) -> str:
+        return self.draft.answer_prefix
+
+    def render(self, num_words: int, extra: str = "") -> Rendered:
+        rendered = self.draft.render(num_words, extra)
+        *before, last = rendered.turns
+        text, question = last.rsplit("\n", 1)
+        return replace(rendered, turns=(*before, f"{text}\n{self.problem}", self.chain, question))
+
+
+def _problem(numbers: list[int]) -> str:
+    return f"Before the quiz, add up these numbers, one at a time: {', '.join(map(str, numbers))}."
+
+
+def _chain(numbers: list[int]) -> str:
+    total = numbers[0]
+    steps = [f"Let me go through them one at a time. I start with {total}."]
+    for number in numbers[1:]:
+        steps.append(
+            f"Next comes {number}. {total} + {number} = {total + number}, so the sum so far is {total + number}."
+        )
+        total += number
+    return " ".join([*steps, f"That was the last number, so the sum is {total}."])
