@@ -64,6 +64,15 @@ def reloaded(folder: Path, like: Any) -> Any:
     return model
 
 
+def comes_back(folder: Path, saved: Any) -> bool:
+    """Whether transformers itself loads what it saved; of a few classes it does not, or not the same."""
+    try:
+        assert_equal_models(reloaded(folder, saved), saved)
+    except (AssertionError, RuntimeError, OSError):
+        return False
+    return True
+
+
 def assert_equal_models(one: Any, other: Any) -> None:
     first, second = one.state_dict(), other.state_dict()
     assert first.keys() == second.keys()
@@ -106,9 +115,13 @@ def test_every_model_type(name: str, tmp_path: Path) -> None:
             restore_checkpoint(tmp_path / "base", tmp_path / "tuned", out=tmp_path / "out")
         return
     report = restore_checkpoint(tmp_path / "base", tmp_path / "tuned", out=tmp_path / "out")
-    assert changed_in_routing_only(tmp_path / "tuned", tmp_path / "out") > 0
-    restore(tuned, start)
-    assert_equal_models(reloaded(tmp_path / "out", tuned), tuned)
+    changed = changed_in_routing_only(tmp_path / "tuned", tmp_path / "out")
+    assert changed > 0 or name == "idefics"  # its text decoder is frozen, so the test's noise leaves it alone
+    if comes_back(tmp_path / "tuned", tuned):
+        restore(tuned, start)
+        assert_equal_models(reloaded(tmp_path / "out", tuned), tuned)
+    else:
+        assert name in {"nemo_speechlm", "qwen2_5_omni", "shieldgemma2", "youtu"}
     assert not any("not compared" in note for note in report.restored.notes), report.restored.notes
 
 

@@ -107,7 +107,7 @@ class _Planner:
             ):
                 raise ValueError(
                     f"{route.parameter} is routing in part, its adapter did not start at zero and lora_A has moved: "
-                    "no value of the routing rows of lora_B gives the start back and leaves the other rows alone. Merge "
+                    "no value of the routing rows of lora_B gives the start back and leaves the others alone. Merge "
                     "the adapter and restore the merged model"
                 )
 
@@ -172,7 +172,9 @@ def plan_adapter(
             "QK-Pro needs whole weights: merge the adapter (merge_and_unload) and restore the merged model"
         )
     routes = chosen_routes(start, layers, tuple(roles), norms)
-    planner = _Planner(start, adapter_config(folder), adapter_tensors(folder, routes))
+    stored = adapter_tensors(folder, routes)
+    _refuse_other_base(stored, routes, start)
+    planner = _Planner(start, adapter_config(folder), stored)
     by_parameter: dict[str, list[Route]] = {}
     for route in routes:
         by_parameter.setdefault(route.parameter, []).append(route)
@@ -197,6 +199,26 @@ def plan_adapter(
         (*planner.notes, "the base weights below the adapter are not in this folder and were not looked at"),
     )
     return patches, report, facts
+
+
+def _refuse_other_base(stored: Mapping[str, StoredTensor], routes: Sequence[Route], start: Start) -> None:
+    """Where the adapter acts on modules named as the routes are, the base must have those modules, in that shape."""
+    if start.is_sidecar:
+        return
+    names = {route.parameter.removesuffix(".weight").rpartition(".")[2] for route in routes if route.kind == "weight"}
+    for name, tensor in stored.items():
+        match = PART.search(name)
+        module = name[: match.start()] if match else ""
+        if not match or module.rpartition(".")[2] not in names:
+            continue
+        weight = start.tensors.get(f"{module}.weight")
+        size = tensor.shape[-1 if match["part"] == "lora_A" else 0]
+        if weight is None or size not in weight.shape:
+            found = "it has no such weight" if weight is None else f"there its shape is {list(weight.shape)}"
+            raise ValueError(
+                f"{start.origin} is not the base of this adapter: {tensor.name} {list(tensor.shape)} acts on "
+                f"{module}, and {found}. Give the checkpoint that the adapter was trained on"
+            )
 
 
 def _patch(part: _Part, mode: Restoration) -> tuple[Patch, int, dict[str, Any]]:
