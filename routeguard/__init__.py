@@ -40,11 +40,17 @@ _EXPORTS = {
     "restored": "routeguard.restoration.in_memory",
     "read_drift": "routeguard.drift.record",
     "verify_checkpoint": "routeguard.checkpoint.verify",
+    "measure_recall": "routeguard.recall.measure",
+    "RecallResult": "routeguard.recall.result",
+    "gate": "routeguard.recall.gate",
     "restore_checkpoint": "routeguard.checkpoint.restore",
     "undo_restore": "routeguard.checkpoint.in_place",
     "checkpoint_drift": "routeguard.checkpoint.drift",
     "attention_distance": "routeguard.diagnostics.distance",
     "distance_change": "routeguard.diagnostics.distance_change",
+    "token_autocorrelation": "routeguard.diagnostics.autocorrelation",
+    "gradient_locality": "routeguard.diagnostics.gradient",
+    "locality": "routeguard.diagnostics.locality",
 }
 _RENAMED = {"verify": "verify_routes", "read_drift": "read_record"}
 
@@ -55,8 +61,11 @@ if TYPE_CHECKING:
     from routeguard.checkpoint.in_place import undo_restore
     from routeguard.checkpoint.restore import restore_checkpoint
     from routeguard.checkpoint.verify import verify_checkpoint
+    from routeguard.diagnostics.autocorrelation import token_autocorrelation
     from routeguard.diagnostics.distance import attention_distance
     from routeguard.diagnostics.distance_change import distance_change
+    from routeguard.diagnostics.gradient import gradient_locality
+    from routeguard.diagnostics.locality import locality
     from routeguard.drift.meter import DriftMeter, track
     from routeguard.drift.record import read_record as read_drift
     from routeguard.protect.anchor import anchor
@@ -64,6 +73,9 @@ if TYPE_CHECKING:
     from routeguard.protect.groups import low_lr, param_groups
     from routeguard.protect.lora_targets import check_lora_coverage, lora_config, lora_targets
     from routeguard.protect.modes import Anchor, Freeze, Interpolate, LowLR, QKPro, QKRestore, Track
+    from routeguard.recall.gate import gate
+    from routeguard.recall.measure import measure_recall
+    from routeguard.recall.result import RecallResult
     from routeguard.restoration.in_memory import restore, restored
     from routeguard.routes.architecture import Architecture
     from routeguard.routes.collection import AttentionLayer, Route, Routes

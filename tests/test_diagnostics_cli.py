@@ -66,3 +66,75 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: st
     result = runner.invoke(app, ["diagnose", "distance", *arguments])
     assert result.exit_code == 2
     assert message in result.output and "Traceback" not in result.output
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Chains of thought of the demo, as JSON lines."""
+    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    rng = random.Random(0)
+    samples = [tasks.sum_sample(300, rng, sums="all", reach="previous").text for _ in range(12)]
+    path.write_text("\n".join(json.dumps({"text": sample}) for sample in samples))
+    return path
+
+
+def test_locality_of_data_and_gradient(dataset: Path) -> None:
+    arguments = ["locality", str(dataset), "--max-lag", "32", "--lengths", "8,64,1k"]
+    bare = runner.invoke(app, [*arguments, "--tokenizer", str(WEIGHTS)])
+    assert bare.exit_code == 0, bare.output
+    assert "no model was given" in bare.output and "W_grad" not in bare.output
+    options = ["--model", str(WEIGHTS), "--tokens", "96", "--sequences", "4", "--json"]
+    parsed = json.loads(runner.invoke(app, [*arguments, *options]).stdout)
+    assert parsed["W_grad"]["width_tokens"] > 0
+    assert [reach["length"] for reach in parsed["reaches"]] == [8, 64, 1024]
+    assert list(parsed["gradient"]["layers"]) == ["2", "5"]
+
+
+def test_formats_of_data_give_the_same_tokens(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    from routeguard.diagnostics.texts import read_samples, sample_labels, sample_tokens
+
+    tokenizer, text = load_tokenizer(), "let k07 4 2 river ask k07 4 2"
+    expected = [tokenizer(text)["input_ids"]]
+    rows = {
+        "text": {"text": text},
+        "prompt": {"prompt": "let k07 4 2 river ", "completion": "ask k07 4 2"},
+        "messages": {"messages": [{"role": "user", "content": text}]},
+        "input_ids": {"input_ids": expected[0]},
+    }
+    for name, row in rows.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(json.dumps(row))
+        assert sample_tokens(tokenizer, read_samples(path)) == expected, name
+    Dataset.from_list([rows["text"]]).save_to_disk(tmp_path / "folder")
+    Dataset.from_list([rows["text"]]).to_parquet(tmp_path / "data.parquet")
+    (tmp_path / "plain.txt").write_text(text)
+    for name in ("folder", "data.parquet", "plain.txt"):
+        assert sample_tokens(tokenizer, read_samples(tmp_path / name)) == expected, name
+    completion = sample_labels(tokenizer, [rows["prompt"]], expected)
+    assert completion is not None and completion[0] == [-100] * 6 + expected[0][6:]
+    assert sample_labels(tokenizer, [{"input_ids": [1, 2], "labels": [-100, 2]}], [[1, 2]]) == [[-100, 2]]
+    assert sample_labels(tokenizer, [rows["text"]], expected) is None
+    with pytest.raises(ValueError, match="name the column"):
+        sample_tokens(tokenizer, [{"other": text}])
+    assert sample_tokens(tokenizer, [{"other": text}], column="other") == expected
+    with pytest.raises(ValueError, match="no column 'x'"):
+        sample_tokens(tokenizer, [{"other": text}], column="x")
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "message"),
+    [
+        ('{"text": "a"}', [], "give --tokenizer FOLDER or --model FOLDER"),
+        ("{broken", ["--tokenizer", str(WEIGHTS)], "is not JSONL"),
+        ("[1]", ["--tokenizer", str(WEIGHTS)], "holds no list of samples"),
+        ('{"text": "river"}', ["--tokenizer", str(WEIGHTS), "--lengths", "x"], "not a list of token counts"),
+    ],
+)
+def test_locality_errors(tmp_path: Path, content: str, arguments: list[str], message: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(content)
+    result = runner.invoke(app, ["locality", str(path), *arguments])
+    assert result.exit_code == 2 and message in result.output
+    assert runner.invoke(app, ["locality", str(tmp_path / "none.jsonl"), *arguments]).exit_code == 2

@@ -59,6 +59,60 @@ def distance(
     _show(result, json=json, plot=plot)
 
 
+@clear_errors
+def locality(
+    data: Annotated[Path, typer.Argument(help="JSONL, JSON, parquet or text file, or a folder of datasets.")],
+    tokenizer: Annotated[Path | None, typer.Option("--tokenizer", help="Folder with a tokenizer.")] = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", help="The model to train: also measure its gradient.")
+    ] = None,
+    column: Annotated[str | None, typer.Option("--column", help="Which field of a sample. Default: found out.")] = None,
+    max_lag: Annotated[int, typer.Option("--max-lag", help="Largest distance of the autocorrelation.")] = 512,
+    tokens: Tokens = 1024,
+    sequences: Sequences = 8,
+    lengths: Annotated[
+        str | None, typer.Option("--lengths", help="Distances to report, for example 512,4k,32k.")
+    ] = None,
+    threshold: Annotated[float, typer.Option("--threshold", help="Share below which nothing is reinforced.")] = 0.01,
+    plot: Plot = None,
+    json: AsJson = False,
+) -> None:
+    """How local is this data: W of its tokens, W of a model's gradient on it, and lengths that training leaves out."""
+    from routeguard.diagnostics.locality import LENGTHS
+    from routeguard.diagnostics.locality import locality as measure
+    from routeguard.diagnostics.texts import read_samples, sample_labels, sample_tokens
+
+    if tokenizer is None and model is None:
+        raise ValueError("give --tokenizer FOLDER or --model FOLDER: the data must become tokens")
+    loaded, found = _load(model) if model is not None else (None, None)
+    if tokenizer is not None or found is None:
+        from transformers import AutoTokenizer
+
+        found = AutoTokenizer.from_pretrained(tokenizer)
+    samples = read_samples(data)
+    documents = sample_tokens(found, samples, column=column)
+    report = measure(
+        documents,
+        model=loaded,
+        labels=None if column else sample_labels(found, samples, documents),
+        lengths=LENGTHS if lengths is None else parse_lengths(lengths),
+        threshold=threshold,
+        max_lag=max_lag,
+        sequence_tokens=tokens,
+        num_sequences=sequences,
+    )
+    _show(report, json=json, plot=plot)
+
+
+def parse_lengths(text: str) -> list[int]:
+    """Turn "512,4k" into [512, 4096]. Raises ValueError for anything else."""
+    try:
+        parts = [part.strip().lower() for part in text.split(",")]
+        return [int(part[:-1]) * 1024 if part.endswith("k") else int(part) for part in parts]
+    except ValueError:
+        raise ValueError(f"--lengths {text!r} is not a list of token counts like 512,4k,32k") from None
+
+
 def _load(path: Path) -> tuple[Any, Any]:
     """Model and tokenizer of a folder, on the accelerator if there is one. Never runs code of the folder."""
     import torch

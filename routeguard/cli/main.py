@@ -12,7 +12,8 @@ from typing import Annotated
 import typer
 
 from routeguard.cli.checkpoints import checkpoints
-from routeguard.cli.diagnose import diagnose
+from routeguard.cli.diagnose import diagnose, locality
+from routeguard.cli.recall import gate, recall
 from routeguard.cli.shared import clear_errors, parse_layers
 
 app = typer.Typer(
@@ -24,6 +25,9 @@ app = typer.Typer(
 )
 app.add_typer(checkpoints)
 app.add_typer(diagnose)
+app.command()(locality)
+app.command()(recall)
+app.command()(gate)
 
 Layers = Annotated[str | None, typer.Option("--layers", help="Only these layers, for example 3,7,11.")]
 Norms = Annotated[bool, typer.Option("--norms", help="Also the gains of query and key norms.")]

@@ -15,20 +15,25 @@ CHUNK_TOKENS = 1024
 
 @dataclass(frozen=True, eq=False)
 class LogitChunk:
-    """Logits of the queries from number `first` on against the keys from `start` on: [B, H, n − first, chunk], fp32."""
+    """Logits of the queries from number `first` on against the keys from `start` on.
+
+    Attributes:
+        logits: [B, H, n − first, chunk], fp32, after soft cap, bias and mask.
+        slope: derivative of the logits by the scaled products, of the same shape; None where it is 1 (no soft cap).
+    """
 
     first: int
     start: int
     logits: Tensor
+    slope: Tensor | None = None
 
 
 def logit_chunks(
-    call: AttentionCall, positions: list[int], *, chunk_tokens: int = CHUNK_TOKENS, before_softcap: bool = False
+    call: AttentionCall, positions: list[int], *, chunk_tokens: int = CHUNK_TOKENS
 ) -> Iterator[LogitChunk]:
     """Logits of the queries at `positions` (ascending), key chunk by key chunk; what a query cannot see is −inf.
 
-    Chunks that no query can see are left out, and so are the queries before a chunk where attention is causal. With
-    `before_softcap`, the soft cap and everything after it but visibility is left out: the products alone.
+    Chunks that no query can see are left out, and so are the queries before a chunk where attention is causal.
     """
     query = call.query[:, :, positions].float() * call.scaling
     batch, heads, num, width = query.shape
@@ -43,16 +48,17 @@ def logit_chunks(
         rows = query[:, :, first:].reshape(batch, groups, heads // groups * (num - first), width)
         keys = call.key[:, :, start:stop].float()
         logits = (rows @ keys.transpose(-1, -2)).view(batch, heads, num - first, stop - start)
-        if not before_softcap:
-            if call.softcap is not None:
-                logits = torch.tanh(logits / call.softcap) * call.softcap
-            if call.bias is not None:
-                logits = logits + _part(call.bias, positions[first:], start, stop)
+        slope = None
+        if call.softcap is not None:
+            capped = torch.tanh(logits / call.softcap)
+            logits, slope = capped * call.softcap, 1 - capped.square()
+        if call.bias is not None:
+            logits = logits + _part(call.bias, positions[first:], start, stop)
         if call.mask is not None:
             logits = masked_with(logits, _part(call.mask, positions[first:], start, stop))
         else:
             logits = _hide(logits, call, where[first:], start, stop, positions[first] + offset)
-        yield LogitChunk(first, start, logits)
+        yield LogitChunk(first, start, logits, slope)
 
 
 def mean_distances(call: AttentionCall, positions: list[int], *, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:

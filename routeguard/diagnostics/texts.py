@@ -86,6 +86,21 @@ def sample_tokens(
     return [_tokens(tokenizer, sample, column) for sample in samples]
 
 
+def sample_labels(
+    tokenizer: Any, samples: Sequence[Mapping[str, Any]], documents: Sequence[Sequence[int]]
+) -> list[list[int]] | None:
+    """Labels of `sample_tokens`' documents: a `labels` field, or prompts left out (−100); None where all count."""
+    if all(sample.get("labels") for sample in samples):
+        return [[int(label) for label in sample["labels"]] for sample in samples]
+    if not all(isinstance(sample.get("prompt"), str) and sample.get("completion") for sample in samples):
+        return None
+    found = []
+    for sample, document in zip(samples, documents, strict=True):
+        prompt = min(len(tokenizer(sample["prompt"])["input_ids"]), len(document))
+        found.append([-100] * prompt + list(document[prompt:]))
+    return found
+
+
 def _tokens(tokenizer: Any, sample: Mapping[str, Any], column: str | None) -> Sequence[int]:
     if column is not None:
         if column not in sample:

@@ -1,0 +1,199 @@
+"""How far does a dataset reach, and how far does training on it reach? W of the data beside W of the gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from routeguard.diagnostics.autocorrelation import Normalisation, TokenAutocorrelation, token_autocorrelation
+from routeguard.diagnostics.decay_fit import DecayCurve, DecayFit, fit_decay
+from routeguard.diagnostics.gradient import gradient_locality
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from torch import nn
+
+    from routeguard.diagnostics.gradient import GradientLocality
+
+LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+THRESHOLD = 0.01
+_NEARBY = 0.1  # a curve is read at a length as its mean over lags within this share of it
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What is left of a curve at one length.
+
+    Attributes:
+        length: distance in tokens.
+        share: of the curve's value at one token, 0 to 1 (nan where neither measured nor fitted).
+        measured: read off the curve; otherwise from the exponential fit, which is a guess beyond the measured lags.
+    """
+
+    length: int
+    share: float
+    measured: bool
+
+
+@dataclass(frozen=True, eq=False)
+class LocalityReport:
+    """Locality of a dataset, and of the gradients that it gives a model.
+
+    Attributes:
+        data: autocorrelation of its tokens.
+        gradient: of a model's loss on it, or None if no model was given.
+        reaches: for each length what is left of the gradient (without a model: of the autocorrelation) there.
+        threshold: shares below count as not reinforced.
+        normalisation: of the autocorrelation that `W_data` is fitted to.
+    """
+
+    data: TokenAutocorrelation
+    gradient: GradientLocality | None
+    reaches: tuple[Reach, ...]
+    threshold: float = THRESHOLD
+    normalisation: Normalisation = "covariance"
+
+    @property
+    def unreinforced(self) -> tuple[int, ...]:
+        """The lengths at which training leaves attention (almost) without a signal."""
+        return tuple(reach.length for reach in self.reaches if reach.share < self.threshold)
+
+    @property
+    def data_width(self) -> DecayFit | None:
+        """Fit of the data's autocorrelation, W_data; None where there is nothing to fit."""
+        return _fit(self.data.curve(self.normalisation))
+
+    @property
+    def gradient_width(self) -> DecayFit | None:
+        """Fit of the gradient of all layers, W_grad; None without a model or where there is nothing to fit."""
+        return None if self.gradient is None else _fit(self.gradient.pooled)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "data": self.data.to_dict(),
+            "gradient": None if self.gradient is None else self.gradient.to_dict(),
+            "normalisation": self.normalisation,
+            "W_data": None if self.data_width is None else vars(self.data_width),
+            "W_grad": None if self.gradient_width is None else vars(self.gradient_width),
+            "threshold": self.threshold,
+            "reaches": [vars(reach) for reach in self.reaches],
+            "unreinforced": list(self.unreinforced),
+        }
+
+    def __str__(self) -> str:
+        source = "token autocorrelation (no model was given)" if self.gradient is None else "gradient on attention"
+        lines = [str(self.data)]
+        if self.gradient is not None:
+            lines.append(str(self.gradient))
+        lines.append(f"W_data  {self.data_width or 'no fit'}")
+        if self.gradient is not None:
+            lines.append(f"W_grad  {self.gradient_width or 'no fit'}")
+        lines.append(f"{source} at a distance, as a share of that at one token:")
+        for reach in self.reaches:
+            how = "" if reach.measured else "  by the fit, beyond what was measured"
+            verdict = f"  below {self.threshold:.0%}: not reinforced" if reach.share < self.threshold else ""
+            lines.append(f"  {reach.length:>7} tokens  {reach.share:.2g}{how}{verdict}")
+        if self.unreinforced:
+            lines.append(
+                f"training on this data will hardly reinforce attention at {_listed(self.unreinforced)} tokens"
+            )
+        else:
+            lines.append("every length asked about is reinforced")
+        return "\n".join(lines)
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Data and gradient beside each other; written to `path` if given. Needs `routeguard[plots]`."""
+        from routeguard.diagnostics.locality_plot import plot_locality
+
+        return plot_locality(self, path)
+
+
+def locality(
+    documents: Sequence[Sequence[int]],
+    *,
+    model: nn.Module | None = None,
+    labels: Sequence[Sequence[int]] | None = None,
+    lengths: Sequence[int] = LENGTHS,
+    threshold: float = THRESHOLD,
+    normalisation: Normalisation = "covariance",
+    max_lag: int = 512,
+    sequence_tokens: int = 1024,
+    num_sequences: int = 8,
+    seed: int = 0,
+) -> LocalityReport:
+    """Ask before training: how local is this data, and which distances will training on it not reinforce?
+
+    Args:
+        documents: token ids of each sample.
+        model: the model to be trained. With it, the gradient on its attention logits is measured on the data (samples
+            packed end to end); without, the data's own autocorrelation stands in for it, which is a guess.
+        labels: like documents, −100 where the loss does not count (prompts, tool output). Default: every token counts.
+        lengths: distances in tokens to report on.
+        threshold: share of the signal at one token below which a distance counts as not reinforced, default 0.01.
+        normalisation: of the autocorrelation that W_data is fitted to, default "covariance".
+        max_lag: of the autocorrelation, default 512.
+        sequence_tokens: length of the packed sequences, default 1024.
+        num_sequences: how many are taken from the data, default 8.
+        seed: of all draws.
+
+    Raises:
+        ValueError: too little data, or what `token_autocorrelation` and `gradient_locality` refuse.
+
+    Source: paper, W of data and of gradients; the threshold and the reading of single lengths are ours.
+    """
+    if not lengths or min(lengths) < 1 or not 0 < threshold < 1:
+        raise ValueError(
+            f"lengths={list(lengths)}, threshold={threshold}: give lengths of 1 or more, a threshold in (0, 1)"
+        )
+    autocorrelation = token_autocorrelation(documents, max_lag=max_lag, seed=seed)
+    gradient = None
+    if model is not None:
+        if labels is not None and [len(row) for row in labels] != [len(row) for row in documents]:
+            raise ValueError("labels must have a label for each token of each document")
+        rows, targets = (packed(data, sequence_tokens, num_sequences) for data in (documents, labels or documents))
+        gradient = gradient_locality(model, rows, labels=targets, seed=seed)
+    curve = autocorrelation.curve(normalisation) if gradient is None else gradient.pooled
+    reaches = tuple(_reach(curve, length) for length in sorted(lengths))
+    return LocalityReport(autocorrelation, gradient, reaches, threshold, normalisation)
+
+
+def packed(documents: Sequence[Sequence[int]], num_tokens: int, num_sequences: int) -> Any:
+    """Sequences of documents end to end: [num_sequences, num_tokens], spread over the data.
+
+    Raises ValueError for less data than one sequence.
+    """
+    import torch
+
+    stream = [token for document in documents for token in document]
+    have = len(stream) // num_tokens
+    if have < 1:
+        raise ValueError(f"the data has {len(stream)} tokens, one sequence takes {num_tokens}; ask for shorter ones")
+    taken = min(num_sequences, have)
+    starts = [number * have // taken * num_tokens for number in range(taken)]
+    return torch.tensor([stream[start : start + num_tokens] for start in starts])
+
+
+def _reach(curve: DecayCurve, length: int) -> Reach:
+    values = curve.values
+    first = float(values[np.searchsorted(curve.lags, 1)])
+    near = (curve.lags >= length * (1 - _NEARBY)) & (curve.lags <= length * (1 + _NEARBY)) & (curve.counts.sum(0) > 0)
+    if length <= curve.lags[-1] and near.any():
+        return Reach(length, max(float(values[near].mean()) / first, 0.0), True)
+    fit = _fit(curve)
+    return Reach(length, math.nan if fit is None else min(fit.at(length) / first, 1.0), False)
+
+
+def _fit(curve: DecayCurve) -> DecayFit | None:
+    try:
+        return fit_decay(curve)
+    except ValueError:
+        return None
+
+
+def _listed(lengths: Sequence[int]) -> str:
+    return f"{lengths[0]}" if len(lengths) == 1 else f"{', '.join(map(str, lengths[:-1]))} and {lengths[-1]}"

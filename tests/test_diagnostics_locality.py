@@ -1,0 +1,91 @@
+"""The locality report: widths side by side, and the lengths that training will not reinforce."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from routeguard.diagnostics.decay_fit import DecayCurve
+from routeguard.diagnostics.gradient import GradientLocality
+from routeguard.diagnostics.locality import LocalityReport, Reach, _reach, locality, packed
+from tests.attention_reference import sharpened
+from tests.test_diagnostics_autocorrelation import chain
+from tests.zoo.build import build
+
+DOCUMENTS = [[10 + token for token in chain(1500, 6.0, seed=seed)] for seed in range(4)]
+
+
+def exponential(width: float, lags: int) -> DecayCurve:
+    steps = np.arange(lags)
+    return DecayCurve(steps, np.tile(np.exp(-steps / width), (3, 1)), np.ones((3, lags)), np.zeros(lags))
+
+
+def test_lengths_are_read_off_the_curve_and_beyond_it_off_the_fit() -> None:
+    curve = exponential(20.0, 200)
+    inside, outside = _reach(curve, 40), _reach(curve, 400)
+    assert inside.measured and inside.share == pytest.approx(math.exp(-39 / 20), rel=0.05)
+    assert not outside.measured and outside.share == pytest.approx(math.exp(-399 / 20), rel=1e-6)
+
+
+def test_the_curve_decides_where_it_is_not_exponential() -> None:
+    steps = np.arange(200)
+    heavy = np.exp(-steps / 5) + 0.2  # falls fast, then stays
+    curve = DecayCurve(steps, np.tile(heavy, (3, 1)), np.ones((3, 200)), np.zeros(200))
+    assert _reach(curve, 150).share == pytest.approx(0.2 / heavy[1], rel=0.01)
+
+
+def test_report_without_a_model() -> None:
+    report = locality(DOCUMENTS, max_lag=64, lengths=(4, 16, 1000))
+    assert report.gradient is None and report.gradient_width is None
+    assert report.data_width is not None and report.data_width.width_tokens == pytest.approx(6, rel=0.25)
+    assert report.unreinforced == (1000,)
+    assert "no model was given" in str(report) and "at 1000 tokens" in str(report)
+
+
+def test_report_with_a_model(tmp_path: Path) -> None:
+    model = sharpened(build("lfm2"))
+    report = locality(DOCUMENTS, model=model, max_lag=64, sequence_tokens=64, num_sequences=3, lengths=(8, 32))
+    assert isinstance(report.gradient, GradientLocality)
+    assert (report.gradient.num_sequences, report.gradient.num_tokens) == (3, 64)
+    data = report.to_dict()
+    assert data["W_data"]["width_tokens"] > 0 and len(data["gradient"]["pooled"]["values"]) == 64
+    assert [reach["length"] for reach in data["reaches"]] == [8, 32]
+    report.plot(tmp_path / "both.png")
+    assert (tmp_path / "both.png").exists()
+
+
+def test_labels_reach_the_gradient() -> None:
+    model, options = sharpened(build("lfm2")), {"max_lag": 8, "sequence_tokens": 32, "num_sequences": 2}
+    ends = [[-100] * (len(document) - 1) + [document[-1]] for document in DOCUMENTS]
+    with pytest.raises(ValueError, match="no label of a sequence counts"):
+        locality(DOCUMENTS, model=model, labels=ends, **options)
+    with pytest.raises(ValueError, match="a label for each token"):
+        locality(DOCUMENTS, model=model, labels=ends[1:], **options)
+
+
+def test_verdict_follows_the_threshold() -> None:
+    report = locality(DOCUMENTS, max_lag=64, lengths=(4,))
+    reaches = (Reach(100, 0.5, True), Reach(200, 0.02, True), Reach(300, 0.001, False))
+    stated = replace(report, reaches=reaches)
+    assert stated.unreinforced == (300,) and replace(stated, threshold=0.05).unreinforced == (200, 300)
+    assert "every length asked about is reinforced" in str(replace(stated, reaches=reaches[:1]))
+    assert isinstance(stated, LocalityReport)
+
+
+@pytest.mark.parametrize("options", [{"lengths": ()}, {"lengths": (0,)}, {"threshold": 1.5}])
+def test_bad_options(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="give lengths of 1 or more"):
+        locality(DOCUMENTS, **options)
+
+
+def test_packing_spreads_over_the_data() -> None:
+    rows = packed([list(range(10)), list(range(10, 20))], 4, 2)
+    assert rows.tolist() == [[0, 1, 2, 3], [8, 9, 10, 11]]
+    assert packed([list(range(9))], 4, 50).shape == (2, 4)
+    with pytest.raises(ValueError, match="ask for shorter"):
+        packed([[1, 2]], 4, 1)
