@@ -58,8 +58,8 @@ class CheckpointDrift:
     Attributes:
         base, tuned: what was compared.
         tensors: one entry for each role and tensor.
-        logits: layer to the relative drift of each query head's logit form (`science`: mean over token distances), if
-            asked for; layers where weights do not make the logit are in `notes`.
+        routing: layer to the relative drift of each query head's logit form (`drift.routing_form`), if asked for;
+            layers where weights do not make the logit are in `notes`.
         num_bytes_read: bytes of weights read, both sides together.
         notes: what was matched by place, what differs in meaning.
     """
@@ -67,7 +67,7 @@ class CheckpointDrift:
     base: str
     tuned: str
     tensors: tuple[TensorDrift, ...]
-    logits: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    routing: dict[int, tuple[float, ...]] = field(default_factory=dict)
     num_bytes_read: int = 0
     notes: tuple[str, ...] = ()
 
@@ -90,7 +90,7 @@ class CheckpointDrift:
             spread = f"{min(heads):.4f} to {max(heads):.4f} ({len(entry.heads)})" if heads else "-"
             drift = "-" if entry.drift is None else f"{entry.drift:.5f}"
             lines.append(f"{entry.layer:>5}  {entry.role:<6} {entry.kind:<6}  {drift:>9}  {spread:<26}  {entry.tensor}")
-        for layer, values in self.logits.items():
+        for layer, values in self.routing.items():
             lines.append(f"layer {layer}: logit form moved by {min(values):.4f} to {max(values):.4f} a query head")
         if all(entry.num_changed_rows == 0 for entry in self.tensors):
             lines.append("nothing has moved: every row equals its start")
@@ -104,7 +104,8 @@ def checkpoint_drift(
     roles: Iterable[Role] = ROUTING_ROLES,
     layers: Iterable[int] | None = None,
     norms: bool = False,
-    logits: bool = False,
+    routing: bool = False,
+    insist: bool = False,
 ) -> CheckpointDrift:
     """Measure how far the queries and keys of a saved checkpoint moved, reading their rows and nothing else.
 
@@ -115,7 +116,8 @@ def checkpoint_drift(
         roles: "query", "key", "value", "output". Default: query and key.
         layers: only these decoder layers. Default: every full-attention layer.
         norms: also the gains of query and key norms. Default: no.
-        logits: also the drift of each head's logit form, rotary-aware (`drift.routing_form`); needs torch. Default: no.
+        routing: also the drift of each head's logit form, rotary-aware (`drift.routing_form`), with torch. Default: no.
+        insist: go on although the two differ in what gives the weights their meaning. Default: no.
 
     Raises:
         ValueError: not checkpoints, not of the same model, quantised, or an adapter (merge it first).
@@ -136,15 +138,15 @@ def checkpoint_drift(
         routes = resolve(config, stored, roles=roles, norms=norms, layers=layers)
     start = open_start(base_folder)
     meaning = meaning_of_config(config, resolve(config, stored))
-    notes = [*check_same_meaning(meaning, start.meaning, insist=True)]
+    notes = [*check_same_meaning(meaning, start.meaning, insist=insist)]
     rows = plan_rows(stored, routes, start)
     tensors = tuple(_tensor_drift(row, routes) for row in rows)
     read = sum(row.tuned.num_bytes + row.start.num_bytes for row in rows)
     found: dict[int, tuple[float, ...]] = {}
-    if logits:
-        from routeguard.checkpoint.logit_drift import logit_drift
+    if routing:
+        from routeguard.checkpoint.routing_form import routing_forms
 
-        found, reasons = logit_drift(rows, routes)
+        found, reasons = routing_forms(rows, routes)
         notes += reasons
     return CheckpointDrift(
         start.origin, str(tuned_folder), tensors, found, read,

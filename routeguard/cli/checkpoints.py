@@ -68,8 +68,9 @@ def drift(
     roles: Roles = "query,key",
     layers: Layers = None,
     norms: Norms = False,
-    logits: Annotated[bool, typer.Option("--logits", help="Also the drift of each head's logit form.")] = False,
+    routing: Annotated[bool, typer.Option("--routing", help="Also the drift of each head's logit form.")] = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Write a picture (PNG, SVG, PDF).")] = None,
+    insist: Insist = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -77,7 +78,7 @@ def drift(
     from routeguard.checkpoint.drift import checkpoint_drift
 
     found = checkpoint_drift(
-        base, tuned, roles=parse_roles(roles), layers=parse_layers(layers), norms=norms, logits=logits
+        base, tuned, roles=parse_roles(roles), layers=parse_layers(layers), norms=norms, routing=routing, insist=insist
     )
     if plot is not None:
         found.plot().savefig(plot, dpi=150)

@@ -13,7 +13,7 @@ from routeguard.drift.routing_form import prepare, routing_drift
 from routeguard.routes.collection import Routes
 
 
-def logit_drift(rows: Sequence[RowRestore], routes: Routes) -> tuple[dict[int, tuple[float, ...]], list[str]]:
+def routing_forms(rows: Sequence[RowRestore], routes: Routes) -> tuple[dict[int, tuple[float, ...]], list[str]]:
     """Layer to the relative drift of each query head's logit form, and notes on the layers that have none."""
     found: dict[int, tuple[float, ...]] = {}
     reasons: dict[str, list[int]] = {}
