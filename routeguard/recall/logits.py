@@ -73,7 +73,7 @@ def _forward(model: Any, input_ids: Tensor, keep: int, cache: Any = None) -> Ten
     accepted = _parameters(model)
     options: dict[str, Any] = {}
     if cache is not None:
-        options |= {"past_key_values": cache, "use_cache": True}
+        options |= {"cache" if "cache" in accepted else "past_key_values": cache, "use_cache": True}
     elif "use_cache" in accepted:
         options["use_cache"] = False
     if "logits_to_keep" in accepted:

@@ -1,0 +1,240 @@
+"""`measure_recall`: make samples, have a model answer them in batches, and count."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from routeguard.recall.answering import Method, answer_forced, answer_generated, refuse_without_generation
+from routeguard.recall.encoding import Encoder
+from routeguard.recall.haystack import Haystack, as_haystack
+from routeguard.recall.journal import Journal, fingerprint
+from routeguard.recall.logits import max_positions, takes_prompts_in_pieces
+from routeguard.recall.quiet import undisturbed
+from routeguard.recall.registry import DEFAULT_TASKS, find_tasks
+from routeguard.recall.result import RecallResult
+from routeguard.recall.sample import Sample, build_sample
+from routeguard.recall.scores import SampleScore
+from routeguard.recall.task import Task
+
+Progress = Callable[[int, int, float], None]
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which samples there are: `num_samples` for each task and length, spread over the depths in turn."""
+
+    tasks: tuple[Task, ...]
+    lengths: tuple[int, ...]
+    depths: tuple[float, ...]
+    num_samples: int
+    haystack: Haystack
+    seed: int = 0
+    reserve_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.lengths or min(self.lengths) < 1 or self.num_samples < 1:
+            raise ValueError(
+                f"give lengths and a number of samples of at least 1; got {self.lengths}, {self.num_samples}"
+            )
+        if not self.depths or min(self.depths) < 0 or max(self.depths) > 1:
+            raise ValueError(f"depths lie between 0 (the beginning) and 1 (the end); got {self.depths}")
+
+    def cells(self) -> Iterator[tuple[Task, int]]:
+        """Task and length of each cell, short ones first."""
+        return ((task, length) for length, task in itertools.product(sorted(set(self.lengths)), self.tasks))
+
+    def sample(self, encoder: Encoder, task: Task, length: int, index: int) -> Sample:
+        """The sample with that number."""
+        return build_sample(
+            task,
+            encoder,
+            length_tokens=length,
+            depth=self.depths[index % len(self.depths)],
+            index=index,
+            haystack=self.haystack,
+            seed=self.seed,
+            reserve_tokens=self.reserve_tokens,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "tasks": [task.name for task in self.tasks],
+            "lengths": sorted(set(self.lengths)),
+            "depths": list(self.depths),
+            "num_samples": self.num_samples,
+            "seed": self.seed,
+            "haystack": self.haystack.origin,
+            "reserve_tokens": self.reserve_tokens,
+        }
+
+
+def measure_recall(
+    model: Any,
+    tokenizer: Any,
+    *,
+    tasks: str | Task | Iterable[str | Task] = DEFAULT_TASKS,
+    lengths: Sequence[int] = (4096,),
+    num_samples: int = 20,
+    depths: Sequence[float] = DEPTHS,
+    method: Method = "forced",
+    chat: bool = False,
+    haystack: Any = None,
+    seed: int = 0,
+    reserve_tokens: int | None = None,
+    batch_tokens: int = 16384,
+    prefill_tokens: int | None = None,
+    insist: bool = False,
+    resume: str | Path | None = None,
+    progress: Progress | None = None,
+) -> RecallResult:
+    """Measure how well a model recalls what stands far back in its context.
+
+    The model is put in evaluation mode for the call; it and all random states are left as they were.
+
+    Args:
+        model: a causal language model, with or without adapters.
+        tokenizer: its tokenizer.
+        tasks: RULER's needle tasks and variable tracking by name (`registry.TASKS`), `NAME+reasoning` for recall after
+            a chain of thought, or tasks of your own.
+        lengths: context lengths in tokens: prompt and room for the answer together.
+        num_samples: samples for each task and length, spread over `depths`.
+        depths: where the values stand: 0 the beginning of the context, 1 its end.
+        method: "forced" (default): one forward pass, the true answer given; "generated": greedy decoding.
+        chat: use the tokenizer's chat template; raw text by default.
+        haystack: None (prose of Python's manual), a text, texts, or `(dataset, "column")`.
+        seed: the same seed gives the same samples.
+        reserve_tokens: room for the answer; None: as the task's answers need. RULER's own: 128, variable tracking 30.
+        batch_tokens: most tokens in one forward pass; at least one sample always.
+        prefill_tokens: read prompts in pieces of this many tokens to bound memory (forced only), where the model's
+            cache allows it. That is tested on the first sample.
+        insist: measure beyond the positions that the model's configuration names.
+        resume: a file to which each score is appended; a call with the same model and settings goes on from it.
+        progress: called with samples done, samples in all, and the estimated seconds left.
+
+    Raises ValueError for lengths beyond the model's positions, too short for the needles, or longer than the haystack;
+    for a tokenizer without the words; for a model that cannot generate or read in pieces where that is asked.
+    """
+    if method not in get_args(Method):
+        raise ValueError(f"no method {method!r}; there are {', '.join(get_args(Method))}")
+    if method == "generated":
+        refuse_without_generation(model)
+        if prefill_tokens is not None:
+            raise ValueError("prefill_tokens works with method='forced' only")
+    if prefill_tokens is not None and prefill_tokens < 1:
+        raise ValueError(f"prefill_tokens must be at least 1; got {prefill_tokens}")
+    plan = Plan(
+        find_tasks(tasks), tuple(lengths), tuple(depths), num_samples, as_haystack(haystack), seed, reserve_tokens
+    )
+    encoder = Encoder(tokenizer, chat=chat)
+    if not insist:
+        _refuse_beyond_positions(model, plan)
+    settings = {**plan.to_dict(), "method": method, "chat": chat}
+    journal = None if resume is None else Journal(Path(resume), {**settings, "fingerprint": fingerprint(model)})
+    settings["model"] = _name(model)
+    known = {} if journal is None else journal.known
+    for task, length in plan.cells():  # refusals before the first long forward pass
+        plan.sample(encoder, task, length, 0)
+
+    def answer(batch: list[Sample]) -> list[SampleScore]:
+        if method == "generated":
+            return answer_generated(model, tokenizer, batch)
+        return answer_forced(model, tokenizer, batch, prefill_tokens=prefill_tokens)
+
+    scores: list[SampleScore] = []
+    clock = _Clock(plan, progress)
+    with undisturbed(model):
+        if prefill_tokens is not None:
+            _refuse_unreadable_pieces(model, plan, encoder, prefill_tokens)
+        for task, length in plan.cells():
+            missing = []
+            for index in range(num_samples):
+                if (task.name, length, index) in known:
+                    scores.append(known[task.name, length, index])
+                    clock.skip(length)
+                else:
+                    missing.append(index)
+            size = max(1, batch_tokens // length)
+            for first in range(0, len(missing), size):
+                batch = [plan.sample(encoder, task, length, index) for index in missing[first : first + size]]
+                new = answer(batch)
+                scores += new
+                if journal is not None:
+                    journal.append(new)
+                clock.did(length, len(new))
+    order = {task.name: i for i, task in enumerate(plan.tasks)}
+    scores.sort(key=lambda s: (order[s.task], s.length_tokens, s.index))
+    return RecallResult(tuple(scores), settings, tuple(_notes(plan, tokenizer, method)))
+
+
+class _Clock:
+    """Tells progress, with an estimate in proportion to tokens."""
+
+    def __init__(self, plan: Plan, progress: Progress | None) -> None:
+        self.progress = progress
+        self.total = self.tokens_left = 0
+        for _, length in plan.cells():
+            self.total += plan.num_samples
+            self.tokens_left += length * plan.num_samples
+        self.done = self.tokens_done = 0
+        self.began = time.monotonic()
+
+    def skip(self, length: int) -> None:
+        self.done += 1
+        self.tokens_left -= length
+
+    def did(self, length: int, count: int) -> None:
+        self.done += count
+        self.tokens_left -= length * count
+        self.tokens_done += length * count
+        if self.progress is not None:
+            seconds = (time.monotonic() - self.began) / self.tokens_done * self.tokens_left
+            self.progress(self.done, self.total, seconds)
+
+
+def _refuse_beyond_positions(model: Any, plan: Plan) -> None:
+    positions = max_positions(model)
+    longest = max(plan.lengths)
+    if positions is not None and longest > positions:
+        raise ValueError(
+            f"length {longest} is beyond the {positions} positions that this model's configuration names; ask for at "
+            f"most {positions}, or insist (insist=True, --insist) if it can go further"
+        )
+
+
+def _refuse_unreadable_pieces(model: Any, plan: Plan, encoder: Encoder, prefill_tokens: int) -> None:
+    import torch
+
+    longest = max(plan.lengths)
+    if prefill_tokens >= longest:
+        return
+    ids = plan.sample(encoder, plan.tasks[0], longest, 0).prompt_ids[: 2 * prefill_tokens + 16]
+    keep = min(8, len(ids) - 1)
+    device = next(model.parameters()).device
+    if not takes_prompts_in_pieces(model, torch.tensor([ids], device=device), keep, prefill_tokens):
+        raise ValueError(
+            f"{type(model).__name__} does not give the same answers when a prompt is read in pieces of "
+            f"{prefill_tokens} tokens (its cache does not carry everything over); leave prefill_tokens out"
+        )
+
+
+def _notes(plan: Plan, tokenizer: Any, method: Method) -> Iterator[str]:
+    several = [t.name for t in plan.tasks if getattr(t, "num_values", 1) * getattr(t, "num_queries", 1) > 1]
+    if method == "forced" and several:
+        yield (
+            f"{', '.join(several)}: teacher-forced, several values are expected in the order of the text; "
+            "method='generated' takes them in any order, as RULER does"
+        )
+    words = len(plan.haystack.words)
+    prose = any(getattr(getattr(t, "task", t), "filling", "") == "prose" for t in plan.tasks)
+    if prose and plan.haystack.repeats and max(plan.lengths) > words:
+        yield f"the haystack ({plan.haystack.origin}) has {words:,} words; contexts longer than that repeat it"
+
+
+def _name(model: Any) -> str:
+    return str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)

@@ -1,0 +1,221 @@
+"""measure_recall: what it counts, resuming, refusals, the command, and the picture."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from routeguard import RecallResult, measure_recall
+from routeguard.cli.main import app
+from routeguard.cli.recall import parse_lengths
+from routeguard.demo.model import WEIGHTS, build_model, load_model, load_tokenizer
+from routeguard.recall import measure as measure_module
+from tests.recall_tokenizers import characters
+from tests.standins import hypenet
+from tests.zoo.build import build
+
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def shipped() -> RecallResult:
+    return measure_recall(load_model(), load_tokenizer(), tasks="demo_needles", lengths=(128, 1024), num_samples=10)
+
+
+def test_the_shipped_hybrid_recalls_and_an_untrained_one_does_not(shipped: RecallResult) -> None:
+    assert shipped.accuracy(length=128) == 1.0 and shipped.accuracy(length=1024) > 0.6
+    untrained = measure_recall(build_model(), load_tokenizer(), tasks="demo_needles", lengths=(128,), num_samples=10)
+    assert untrained.accuracy() < 0.3
+    assert len(untrained.failures()) == sum(s.score < 1 for s in untrained.scores)
+    assert "@128" in str(untrained) and "values missed" in str(untrained)
+    with pytest.raises(ValueError, match="nothing measured for task vt"):
+        shipped.accuracy(task="vt")
+
+
+def test_cells_count_by_length_and_depth(shipped: RecallResult) -> None:
+    short, long = shipped.cells()
+    assert short.label == ("demo_needles", 128) and long.label == ("demo_needles", 1024)
+    assert short.count == 10 and short.low == pytest.approx(0.722, abs=1e-3) and short.high == 1.0
+    assert short.nll < long.nll
+    depths = shipped.by_depth(5)
+    assert sum(count for _, count in depths.values()) == 20
+    assert all(depths[128, part] == (1.0, 2) for part in range(5))
+    total = sum(share * count for share, count in depths.values())
+    assert total == pytest.approx(sum(s.score for s in shipped.scores))
+
+
+def test_results_round_trip(shipped: RecallResult, tmp_path: Path) -> None:
+    shipped.save(tmp_path / "deep" / "recall.json")
+    assert RecallResult.load(tmp_path / "deep") == shipped
+    data = json.loads((tmp_path / "deep" / "recall.json").read_text())
+    assert data["schema_version"] == 1 and data["cells"][0]["length_tokens"] == 128
+    for change, message in (({"schema_version": 9}, "version 9"), ({"kind": "x"}, "not a recall result")):
+        (tmp_path / "bad.json").write_text(json.dumps({**data, **change}))
+        with pytest.raises(ValueError, match=message):
+            RecallResult.load(tmp_path / "bad.json")
+    with pytest.raises(ValueError, match="not a file"):
+        RecallResult.load(tmp_path / "nowhere.json")
+
+
+def test_the_model_and_random_states_are_left_alone() -> None:
+    model = load_model().train()
+    model.model.layers[0].eval()
+    flags = [module.training for module in model.modules()]
+    random.seed(1)
+    torch.manual_seed(1)
+    before = random.getstate(), torch.get_rng_state().clone()
+    measure_recall(model, load_tokenizer(), tasks="demo_needles", lengths=(96,), num_samples=2, method="generated")
+    assert flags == [module.training for module in model.modules()]
+    assert before[0] == random.getstate() and torch.equal(before[1], torch.get_rng_state())
+
+
+@pytest.mark.parametrize("case", ["qwen3_next", "granitemoehybrid", "nemotron_h", "gemma3_text", "lfm2"])
+def test_any_architecture_can_be_measured(case: str) -> None:
+    result = measure_recall(
+        build(case), characters(), tasks="niah_single_1", lengths=(420,), num_samples=2, insist=True
+    )
+    assert len(result.scores) == 2 and result.accuracy() == 0.0
+    assert 2 < result.cells()[0].nll < 20  # random weights know nothing: about log(96)
+
+
+def test_generation_finds_values_too() -> None:
+    result = measure_recall(
+        load_model(), load_tokenizer(), tasks="demo_needles", lengths=(128,), num_samples=5, method="generated"
+    )
+    assert result.accuracy() == 1.0 and result.cells()[0].nll is None
+
+
+def test_a_stopped_measurement_goes_on(tmp_path: Path, monkeypatch) -> None:
+    model, tokenizer = load_model(), load_tokenizer()
+    call = {"tasks": "demo_needles", "lengths": (128, 160), "num_samples": 6, "batch_tokens": 300}
+    whole = measure_recall(model, tokenizer, **call)
+    journal = tmp_path / "part.jsonl"
+    batches = []
+    original = measure_module.answer_forced
+
+    def counting(model, tokenizer, samples, **options):
+        batches.append(len(samples))
+        if len(batches) == 4:
+            raise KeyboardInterrupt
+        return original(model, tokenizer, samples, **options)
+
+    monkeypatch.setattr(measure_module, "answer_forced", counting)
+    with pytest.raises(KeyboardInterrupt):
+        measure_recall(model, tokenizer, **call, resume=journal)
+    with journal.open("a") as stream:
+        stream.write('{"key": "half a li')
+    told = []
+    again = measure_recall(model, tokenizer, **call, resume=journal, progress=lambda *args: told.append(args))
+    assert sum(batches[:3]) == 6 and sum(batches[4:]) == 6  # nothing twice
+    assert [s.score for s in again.scores] == [s.score for s in whole.scores]
+    assert [s.key for s in again.scores] == [s.key for s in whole.scores]
+    assert told[-1][:2] == (12, 12) and told[-1][2] == 0 and told[0][0] > 6
+    batches.clear()
+    measure_recall(model, tokenizer, **call, resume=journal)
+    assert not batches
+    with pytest.raises(ValueError, match="begun with another fingerprint"):
+        measure_recall(build_model(seed=3), tokenizer, **call, resume=journal)
+    with pytest.raises(ValueError, match="begun with another seed"):
+        measure_recall(model, tokenizer, **call, seed=2, resume=journal)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lengths": (5000,)}, "length 5000 is beyond the 4096 positions"),
+        ({"lengths": (20,)}, "length 20 is too short for demo_needles"),
+        ({"lengths": ()}, "give lengths"),
+        ({"depths": (0.5, 1.5)}, "depths lie between 0"),
+        ({"method": "guessed"}, "no method 'guessed'"),
+        ({"tasks": "niah_single_1"}, "words that this tokenizer does not know"),
+        ({"method": "generated", "prefill_tokens": 8}, "method='forced' only"),
+        ({"prefill_tokens": 16}, "does not give the same answers when a prompt is read in pieces"),
+    ],
+)
+def test_refusals(options: dict, message: str) -> None:
+    model = load_model()
+    if "prefill_tokens" in options:  # a convolution that starts anew with every piece
+        import types
+
+        original = model.forward
+        model.forward = types.MethodType(
+            lambda self, input_ids, cache=None, past_key_values=None, **rest: original(input_ids, **rest), model
+        )
+    settings = {"tasks": "demo_needles", "lengths": (128,), "num_samples": 1, **options}
+    with pytest.raises(ValueError, match=message):
+        measure_recall(model, load_tokenizer(), **settings)
+
+
+def test_a_model_that_cannot_generate_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot generate; use method='forced'"):
+        measure_recall(hypenet(), characters(), tasks="niah_single_1", lengths=(420,), method="generated")
+
+
+def test_reading_in_pieces_changes_nothing() -> None:
+    model = build("llama")
+    call = {"tasks": "niah_single_1", "lengths": (420,), "num_samples": 2, "insist": True}
+    whole, pieces = (measure_recall(model, characters(), **call, prefill_tokens=p) for p in (None, 64))
+    assert [s.nll for s in whole.scores] == pytest.approx([s.nll for s in pieces.scores], rel=1e-4)
+
+
+def test_several_values_teacher_forced_carry_a_note() -> None:
+    result = measure_recall(
+        build("llama"), characters(), tasks="niah_multivalue", lengths=(900,), num_samples=1, insist=True
+    )
+    assert "expected in the order of the text" in str(result)
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+def test_the_command_measures_writes_and_prints(tmp_path: Path) -> None:
+    arguments = ["recall", str(WEIGHTS), "--tasks", "demo_needles", "--lengths", "128,256", "--samples", "4"]
+    result = runner.invoke(app, [*arguments, "--output", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "@128" in result.output and "8/8 samples, about 0 s left" in result.output
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["recall.json", "recall.png"]
+    assert (tmp_path / "recall.png").read_bytes()[1:4] == b"PNG"
+    as_json = runner.invoke(app, [*arguments, "--json"])
+    assert RecallResult.from_dict(json.loads(as_json.stdout)).scores == RecallResult.load(tmp_path).scores
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere is not a folder"),
+        ([str(WEIGHTS), "--lengths", "4q"], "not a list of lengths"),
+        ([str(WEIGHTS), "--tasks", "niah"], "no recall task 'niah'"),
+        ([str(WEIGHTS), "--haystack", "nowhere.txt"], "nowhere.txt is not a file"),
+        ([str(WEIGHTS), "--tasks", "demo_needles", "--lengths", "8k"], "beyond the 4096 positions"),
+    ],
+)
+def test_bad_input_of_the_command(arguments: list[str], message: str) -> None:
+    result = runner.invoke(app, ["recall", *arguments])
+    assert result.exit_code == 2 and message in result.output and "Traceback" not in result.output
+
+
+def test_parse_lengths() -> None:
+    assert parse_lengths("4k, 8K,300") == [4096, 8192, 300]
+    with pytest.raises(ValueError, match="not a list of lengths"):
+        parse_lengths("0")
+
+
+# -- the picture ---------------------------------------------------------------------------------------------------
+
+
+def test_the_heatmap_shows_what_was_counted(shipped: RecallResult, tmp_path: Path) -> None:
+    figure = shipped.plot(tmp_path / "recall.png", bins=5)
+    drawn = figure.axes[0].images[0].get_array()
+    depths = shipped.by_depth(5)
+    assert drawn.shape == (5, 2)
+    for column, length in enumerate((128, 1024)):
+        for row in range(5):
+            assert drawn[row][column] == pytest.approx(depths[length, row][0])
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["128", "1k"]
+    with pytest.raises(ValueError, match="'vt' was not measured"):
+        shipped.plot(task="vt")
