@@ -51,6 +51,11 @@ _EXPORTS = {
     "token_autocorrelation": "routeguard.diagnostics.autocorrelation",
     "gradient_locality": "routeguard.diagnostics.gradient",
     "locality": "routeguard.diagnostics.locality",
+    "attention_map": "routeguard.diagnostics.routing_picture",
+    "routing_picture": "routeguard.diagnostics.routing_picture",
+    "layer_importance": "routeguard.diagnostics.importance",
+    "head_importance": "routeguard.diagnostics.importance",
+    "drift_report": "routeguard.diagnostics.drift_report",
 }
 _RENAMED = {"verify": "verify_routes", "read_drift": "read_record"}
 
@@ -64,8 +69,11 @@ if TYPE_CHECKING:
     from routeguard.diagnostics.autocorrelation import token_autocorrelation
     from routeguard.diagnostics.distance import attention_distance
     from routeguard.diagnostics.distance_change import distance_change
+    from routeguard.diagnostics.drift_report import drift_report
     from routeguard.diagnostics.gradient import gradient_locality
+    from routeguard.diagnostics.importance import head_importance, layer_importance
     from routeguard.diagnostics.locality import locality
+    from routeguard.diagnostics.routing_picture import attention_map, routing_picture
     from routeguard.drift.meter import DriftMeter, track
     from routeguard.drift.record import read_record as read_drift
     from routeguard.protect.anchor import anchor

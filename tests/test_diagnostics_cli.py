@@ -138,3 +138,12 @@ def test_locality_errors(tmp_path: Path, content: str, arguments: list[str], mes
     result = runner.invoke(app, ["locality", str(path), *arguments])
     assert result.exit_code == 2 and message in result.output
     assert runner.invoke(app, ["locality", str(tmp_path / "none.jsonl"), *arguments]).exit_code == 2
+
+
+def test_picture_of_a_head(text: Path, tuned: Path, tmp_path: Path) -> None:
+    arguments = ["diagnose", "picture", str(tuned), "--before", str(WEIGHTS), "--layer", "5", "--head", "1"]
+    result = runner.invoke(app, [*arguments, "--text", str(text), "--tokens", "64", "--json"])
+    parsed = json.loads(result.stdout)
+    assert list(parsed["states"]) == ["before", "after", "restored"]
+    assert parsed["states"]["restored"] == parsed["states"]["before"] != parsed["states"]["after"]
+    assert len(parsed["log_ratio"]) == 64

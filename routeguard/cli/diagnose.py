@@ -59,6 +59,48 @@ def distance(
     _show(result, json=json, plot=plot)
 
 
+@diagnose.command()
+@clear_errors
+def picture(
+    model: Model,
+    layer: Annotated[int, typer.Option("--layer", help="A full-attention layer.")],
+    head: Annotated[int, typer.Option("--head", help="Query head, from 0.")],
+    before: Before = None,
+    text: TextFile = None,
+    tokens: Tokens = 2048,
+    plot: Plot = None,
+    json: AsJson = False,
+) -> None:
+    """Where one head looks; with --before also before, restored, and the log-ratio of restored and after."""
+    from routeguard.diagnostics.routing_picture import attention_map, routing_picture
+    from routeguard.restoration.in_memory import restored
+
+    loaded, tokenizer = _load(model)
+    rows = _rows(tokenizer, text, tokens, 1)
+    if before is None:
+        states = {"": attention_map(loaded, rows, layer=layer, head=head)}
+    else:
+        start, _ = _load(before)
+        states = {"before": attention_map(start, rows, layer=layer, head=head)}
+        states["after"] = attention_map(loaded, rows, layer=layer, head=head)
+        with restored(loaded, start):
+            states["restored"] = attention_map(loaded, rows, layer=layer, head=head)
+    _show(routing_picture(states), json=json, plot=plot)
+
+
+@diagnose.command()
+@clear_errors
+def drift(
+    run: Annotated[Path, typer.Argument(help="A guard's drift.jsonl, or a folder of a run that holds one.")],
+    plot: Plot = None,
+    json: AsJson = False,
+) -> None:
+    """How far the queries and keys of a guarded or tracked run moved, step by step."""
+    from routeguard.diagnostics.drift_report import drift_report
+
+    _show(drift_report(run), json=json, plot=plot)
+
+
 @clear_errors
 def locality(
     data: Annotated[Path, typer.Argument(help="JSONL, JSON, parquet or text file, or a folder of datasets.")],

@@ -72,8 +72,8 @@ def _draw_gradient(axes: Any, measured: GradientLocality) -> None:
 def _points(axes: Any, curve: DecayCurve, label: str | None, colour: str) -> None:
     """The curve in bins of lags that widen with distance, so that the far end is not a cloud."""
     lags, values = _binned(curve)
-    shown = values > 0
-    axes.plot(lags[shown], values[shown], "o-", markersize=3, linewidth=0.8, color=colour, label=label)
+    above = np.where(values > 0, values, np.nan)  # a logarithmic axis has no place for the rest
+    axes.plot(lags, above, "o-", markersize=3, linewidth=0.8, color=colour, label=label)
 
 
 def _binned(curve: DecayCurve) -> tuple[Any, Any]:
