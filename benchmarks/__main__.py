@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import attention_distance, drift, guard_step
+from benchmarks import attention_distance, checkpoint_restore, drift, guard_step
 
 
 def main() -> None:
@@ -16,6 +16,9 @@ def main() -> None:
     guard_step.main(["--device", device])
     print()
     attention_distance.main(["--device", device])
+    if device == "cpu":
+        print()
+        checkpoint_restore.main([])
 
 
 if __name__ == "__main__":

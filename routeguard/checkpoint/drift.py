@@ -180,7 +180,7 @@ def _tensor_drift(row: RowRestore, routes: Routes) -> TensorDrift:
 
 
 def _row_blocks(row: RowRestore) -> Iterator[tuple[slice, Floats, Floats]]:
-    """(which of the route's rows, their start values, their tuned values), rows first, a few MiB at a time."""
+    """(which of the route's rows, their start values, their tuned values), rows first, about a MiB at a time."""
     shape, dim = row.route.shape, row.route.dim
     inner = prod(shape[dim + 1 :]) if dim == 0 else row.route.num_rows
     items = max(row.start.tensor.item_bytes, row.tuned.tensor.item_bytes)

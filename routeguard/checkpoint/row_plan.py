@@ -76,7 +76,7 @@ def plan_rows(stored: Mapping[str, StoredTensor], routes: Routes, start: Start) 
 
 
 def examine(rows: Sequence[RowRestore]) -> list[Finding]:
-    """Compare every row with its start, 4 MiB at a time. Raises ValueError for NaN or infinite weights in either."""
+    """Compare every row with its start, 1 MiB at a time. Raises ValueError for NaN or infinite weights in either."""
     findings, bad = [], []
     for row in rows:
         finding, fault = _examine(row)

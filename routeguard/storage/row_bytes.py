@@ -9,7 +9,7 @@ from typing import BinaryIO
 from routeguard.routes.collection import Rows, merge_rows
 from routeguard.storage.header import StoredTensor
 
-CHUNK_BYTES = 4 * 2**20
+CHUNK_BYTES = 2**20
 
 
 def row_chunks(
@@ -21,7 +21,7 @@ def row_chunks(
         tensor: where to read.
         rows: `(start, stop)` ranges along `dim`; None for all.
         dim: 0 reads contiguous ranges; other dimensions are strided.
-        chunk_elements: elements of every chunk but the last. Default: what fits 4 MiB.
+        chunk_elements: elements of every chunk but the last. Default: what fits 1 MiB.
 
     Raises ValueError if a range lies outside the tensor or the file ends too early.
     """

@@ -1,0 +1,275 @@
+"""Restoring a checkpoint on disk beside copying it: `python -m benchmarks.checkpoint_restore [--gigabytes 0.5 8]`.
+
+A hybrid checkpoint of the asked size (lfm2's names, bfloat16, routing 1 to 2 %) is written, and then, each in a
+process of its own and with a warm cache: `cp -r`; `cp -r` and fsync of every file, which is the floor; our restore into
+a copy and in place; and, if `--mergekit PATH/TO/mergekit-yaml` is given, the same with mergekit. `checkpoint_drift` is
+run with the files dropped from the cache, beside a plain read of as many bytes. Peaks include the 9 MiB of a launcher.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from routeguard.storage.writer import Outgoing, write_safetensors
+
+SHARD_BYTES = 2 * 10**9
+_BLOCK = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Run:
+    """Wall seconds and peak resident bytes of one process."""
+
+    seconds: float
+    peak_bytes: int
+
+
+def make_checkpoint(folder: Path, gigabytes: float, *, seed: int, shard_bytes: int = SHARD_BYTES) -> tuple[int, int]:
+    """Write a checkpoint with lfm2's names, full attention in every fourth layer. Returns (bytes, routing bytes)."""
+    hidden = 1024 if gigabytes < 2 else 3072
+    inner, kv, vocabulary = 4 * hidden, hidden // 4, 16_384
+    per_layer = 2 * (3 * hidden * inner + 4 * hidden * hidden)
+    num_layers = max(4, round((gigabytes * 1e9 - 2 * vocabulary * hidden) / per_layer))
+    kinds = ["full_attention" if at % 4 == 2 else "conv" for at in range(num_layers)]
+    config = {
+        "model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"], "hidden_size": hidden, "intermediate_size": inner,
+        "block_auto_adjust_ff_dim": False, "num_hidden_layers": num_layers, "num_attention_heads": hidden // 64,
+        "num_key_value_heads": kv // 64, "layer_types": kinds, "vocab_size": vocabulary, "conv_L_cache": 3,
+        "dtype": "bfloat16", "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+    }  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    for at, kind in enumerate(kinds):
+        layer = f"model.layers.{at}"
+        shapes |= {f"{layer}.operator_norm.weight": (hidden,), f"{layer}.ffn_norm.weight": (hidden,)}
+        shapes |= {f"{layer}.feed_forward.w{n}.weight": (inner, hidden) for n in (1, 3)}
+        shapes[f"{layer}.feed_forward.w2.weight"] = (hidden, inner)
+        if kind == "conv":
+            shapes |= {
+                f"{layer}.conv.in_proj.weight": (3 * hidden, hidden),
+                f"{layer}.conv.conv.weight": (hidden, 1, 3),
+            }
+            shapes[f"{layer}.conv.out_proj.weight"] = (hidden, hidden)
+        else:
+            shapes |= {f"{layer}.self_attn.{n}_layernorm.weight": (64,) for n in "qk"}
+            shapes |= {f"{layer}.self_attn.{n}_proj.weight": (kv, hidden) for n in "kv"}
+            shapes |= {f"{layer}.self_attn.{n}.weight": (hidden, hidden) for n in ("q_proj", "out_proj")}
+    shapes["model.embedding_norm.weight"] = (hidden,)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_bytes(os.urandom(2_000_000))
+    values = np.random.default_rng(seed).normal(0, 0.02, _BLOCK // 2).astype(np.float32)
+    block = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, shape in shapes.items():
+        length = 2 * int(np.prod(shape))
+        if size + length > shard_bytes and shards[-1]:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += length
+    weight_map = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        outgoing = [
+            Outgoing(n, "bfloat16", shapes[n], 2 * int(np.prod(shapes[n])), _filled(block, shapes[n])) for n in names
+        ]
+        write_safetensors(folder / file, outgoing, {"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    total = sum(2 * int(np.prod(shape)) for shape in shapes.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    routing = sum(2 * int(np.prod(s)) for n, s in shapes.items() if "self_attn.q_proj" in n or "self_attn.k_proj" in n)
+    return total, routing
+
+
+def _filled(block: bytes, shape: Sequence[int]) -> list[bytes]:
+    left = 2 * int(np.prod(shape))
+    return [block[: min(len(block), left - at)] for at in range(0, left, len(block))]
+
+
+# Runs a command from a process that is itself small: a child's peak never shows as less than its parent's.
+_LAUNCHER = (
+    "import os, sys; pid = os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ); _, status, usage = os.wait4(pid, 0); "
+    "print(usage.ru_maxrss, file=sys.stderr); sys.exit(status != 0)"
+)
+
+
+def run(command: Sequence[str | Path]) -> Run:
+    """Run a command to its end. Raises RuntimeError when it fails."""
+    program = shutil.which(str(command[0])) or str(command[0])
+    launch = [sys.executable, "-ISc", _LAUNCHER, program, *map(str, command[1:])]
+    started = time.perf_counter()
+    done = subprocess.run(launch, capture_output=True, text=True, check=False)
+    seconds = time.perf_counter() - started
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))} failed:\n{done.stdout[-1000:]}{done.stderr[-2000:]}")
+    return Run(seconds, int(done.stderr.split()[-1]) * (1 if sys.platform == "darwin" else 1024))
+
+
+def sync_files(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            handle = os.open(path, os.O_RDONLY)
+            os.fsync(handle)
+            os.close(handle)
+
+
+def warm(folder: Path) -> None:
+    for path in folder.iterdir():
+        with path.open("rb", buffering=0) as stream:
+            while stream.read(_BLOCK):
+                pass
+
+
+def drop_from_cache(folder: Path) -> None:
+    for path in folder.iterdir():
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
+
+
+def timed(action: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def mergekit_recipe(base: Path, tuned: Path) -> str:
+    """QK-Restore as a mergekit config: a linear merge with weight 1 or 0 for each kind of tensor."""
+
+    def weights(routing: int) -> str:
+        rest = f"        - value: {1 - routing}"
+        chosen = "".join(f"        - filter: self_attn.{n}_proj\n          value: {routing}\n" for n in "qk")
+        return f"      weight:\n{chosen}{rest}\n"
+
+    return (
+        "merge_method: linear\nparameters:\n  normalize: false\nmodels:\n"
+        f"  - model: {base}\n    parameters:\n{weights(1)}  - model: {tuned}\n    parameters:\n{weights(0)}"
+    )
+
+
+def compare(gigabytes: float, rounds: int, mergekit: Path | None, place: Path) -> None:
+    """Print every figure for one size."""
+    base, tuned, out = place / "base", place / "tuned", place / "out"
+    total, routing = make_checkpoint(base, gigabytes, seed=0)
+    make_checkpoint(tuned, gigabytes, seed=1)
+    headers = 2 * sum(_header_bytes(file) for file in tuned.iterdir())
+    print(f"\n{total / 1e9:.2f} GB in {len(list(tuned.glob('*.safetensors')))} shards, routing {routing / 1e6:.1f} MB")
+    cli = [sys.executable, "-m", "routeguard.cli.main"]
+    found: dict[str, list[Run]] = {"cp": [], "cp, fsync": [], "restore --out": [], "restore --in-place": [], "undo": []}
+    for _ in range(rounds):
+        for folder in (base, tuned):
+            warm(folder)
+        os.sync()
+        found["cp"].append(run(["cp", "-r", tuned, out]))
+        shutil.rmtree(out)
+        os.sync()
+        copied = run(["cp", "-r", tuned, out])
+        found["cp, fsync"].append(Run(copied.seconds + timed(lambda: sync_files(out)), copied.peak_bytes))
+        shutil.rmtree(out)
+        os.sync()
+        found["restore --out"].append(run([*cli, "restore", base, tuned, "--out", out, "--quiet"]))
+        shutil.rmtree(out)
+        os.sync()
+        found["restore --in-place"].append(run([*cli, "restore", base, tuned, "--in-place", "--quiet"]))
+        found["undo"].append(run([*cli, "undo", tuned, "--quiet"]))
+    seconds = {name: median(r.seconds for r in runs) for name, runs in found.items()}
+    floor = seconds["cp, fsync"]
+    for name, runs in found.items():
+        peak = max(r.peak_bytes for r in runs) / 2**20
+        print(f"  {name:<20} {seconds[name]:7.2f} s  {seconds[name] / floor:5.2f} of (cp, fsync)  peak {peak:5.0f} MiB")
+    limit, factor = (1.1, "1.1") if gigabytes > 2 else (1.15, "1.15")
+    print(f"  target for --out: {factor} x floor + 0.3 s = {limit * floor + 0.3:.2f} s")
+    print(f"  target for memory: 64 MiB + 10 x headers and index = {64 + 10 * headers / 2**20:.0f} MiB")
+    rate = _write_rate(place)
+    target = 0.3 + 2 * routing / rate
+    print(f"  target for --in-place: 0.3 s + 2 x routing bytes / {rate / 1e9:.2f} GB/s = {target:.2f} s")
+    _drift_beside_reading(base, tuned, routing, rounds)
+    if mergekit is not None:
+        recipe = place / "recipe.yaml"
+        recipe.write_text(mergekit_recipe(base, tuned))
+        theirs = run([mergekit, recipe, place / "merged"])
+        shutil.rmtree(place / "merged")
+        ours = seconds["restore --out"]
+        peak = theirs.peak_bytes / 2**20
+        print(f"  mergekit {theirs.seconds:.2f} s, peak {peak:.0f} MiB: {theirs.seconds / ours:.0f} x ours")
+
+
+def _drift_beside_reading(base: Path, tuned: Path, routing: int, rounds: int) -> None:
+    from routeguard import checkpoint_drift
+
+    checkpoint_drift(base, tuned)  # imports
+    drift, reading = [], []
+    largest = max(tuned.glob("*.safetensors"), key=lambda file: file.stat().st_size)
+    amount = min(2 * routing, largest.stat().st_size)
+
+    def read() -> None:
+        left = amount
+        with largest.open("rb", buffering=0) as stream:
+            while left > 0:
+                left -= len(stream.read(min(4 * 2**20, left)))
+
+    for _ in range(rounds):
+        for folder in (base, tuned):
+            drop_from_cache(folder)
+        drift.append(timed(lambda: checkpoint_drift(base, tuned)))
+        drop_from_cache(tuned)
+        reading.append(timed(read))
+    ours, theirs = 2 * routing / median(drift), amount / median(reading)
+    print(
+        f"  checkpoint_drift, cold: {ours / 1e9:.2f} GB/s of routing bytes, sequential read {theirs / 1e9:.2f} GB/s: "
+        f"{ours / theirs:.2f} (target 0.5)"
+    )
+
+
+def _write_rate(place: Path) -> float:
+    file = place / "written"
+    block = os.urandom(_BLOCK)
+
+    def write() -> None:
+        with file.open("wb", buffering=0) as stream:
+            for _ in range(16):
+                stream.write(block)
+            os.fsync(stream.fileno())
+
+    rate = 16 * _BLOCK / median(timed(write) for _ in range(3))
+    file.unlink()
+    return rate
+
+
+def _header_bytes(file: Path) -> int:
+    if file.suffix == ".safetensors":
+        return 8 + int.from_bytes(file.open("rb").read(8), "little")
+    return file.stat().st_size if file.name.endswith(".index.json") else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.5])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mergekit", type=Path, help="path of the mergekit-yaml command, to compare with")
+    parser.add_argument("--folder", type=Path, help="where to write (three times the size); default: temporary")
+    options = parser.parse_args(arguments)
+    print("restoring a checkpoint on disk; every figure is the median of processes of their own, cache warm")
+    for gigabytes in options.gigabytes:
+        with tempfile.TemporaryDirectory(dir=options.folder) as place:
+            compare(gigabytes, options.rounds, options.mergekit, Path(place))
+
+
+if __name__ == "__main__":
+    main()
