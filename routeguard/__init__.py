@@ -43,6 +43,9 @@ _EXPORTS = {
     "measure_recall": "routeguard.recall.measure",
     "RecallResult": "routeguard.recall.result",
     "gate": "routeguard.recall.gate",
+    "RecallProbe": "routeguard.recall.probe",
+    "read_recall": "routeguard.recall.probe_record",
+    "replay": "routeguard.recall.replay",
     "restore_checkpoint": "routeguard.checkpoint.restore",
     "undo_restore": "routeguard.checkpoint.in_place",
     "checkpoint_drift": "routeguard.checkpoint.drift",
@@ -57,7 +60,7 @@ _EXPORTS = {
     "head_importance": "routeguard.diagnostics.importance",
     "drift_report": "routeguard.diagnostics.drift_report",
 }
-_RENAMED = {"verify": "verify_routes", "read_drift": "read_record"}
+_RENAMED = {"read_recall": "read_probe_record", "verify": "verify_routes", "read_drift": "read_record"}
 
 __all__ = ["__version__", *_EXPORTS]
 
@@ -83,6 +86,9 @@ if TYPE_CHECKING:
     from routeguard.protect.modes import Anchor, Freeze, Interpolate, LowLR, QKPro, QKRestore, Track
     from routeguard.recall.gate import gate
     from routeguard.recall.measure import measure_recall
+    from routeguard.recall.probe import RecallProbe
+    from routeguard.recall.probe_record import read_probe_record as read_recall
+    from routeguard.recall.replay import replay
     from routeguard.recall.result import RecallResult
     from routeguard.restoration.in_memory import restore, restored
     from routeguard.routes.architecture import Architecture

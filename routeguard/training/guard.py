@@ -33,6 +33,8 @@ from routeguard.training.trainer_access import HINT, find_trainer, holds, resume
 if TYPE_CHECKING:
     from torch import nn
 
+    from routeguard.recall.probe import RecallProbe
+
 
 class RouteGuard(TrainerCallback):  # type: ignore[misc]
     """Keep where full attention looks while a model is fine-tuned: `SFTTrainer(..., callbacks=[RouteGuard()])`.
@@ -52,6 +54,7 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         roles: "query" and "key" (default), or one of them.
         norms: also hold the gains of query and key norms. Default no.
         insist: go on where a resumed run's settings or start differ from before.
+        probe: a `RecallProbe`, to measure recall during the run, and again after a restore at the end.
 
     Raises:
         ValueError: at construction for settings that make no sense; in the Trainer's constructor when the model has
@@ -68,6 +71,7 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         roles: Iterable[Role] = ROUTING_ROLES,
         norms: bool = False,
         insist: bool = False,
+        probe: RecallProbe | None = None,
     ) -> None:
         self.protect = as_protection(protect)
         self.restore = as_restoration(restore)
@@ -81,6 +85,7 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         self.roles: tuple[Role, ...] = (roles,) if isinstance(roles, str) else tuple(roles)  # type: ignore[assignment]
         self.norms = norms
         self.insist = insist
+        self.probe = probe
         self.summary: str | None = None
         self.routes: Routes | None = None
         self._trainer: Any = None
@@ -127,6 +132,8 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         self._trainer = trainer
         if trainer is not None:
             run_first(trainer, self)
+            if self.probe is not None:
+                self.probe.attach(trainer)
             self._wrap_create_optimizer(trainer)
             self._wrap_save_model(trainer)
 
@@ -278,6 +285,8 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._session is not None:
             self._session.finish(kwargs["model"], self.restore)
+            if self.probe is not None and self.restore is not None:
+                self.probe.after_restore(args, state, control, kwargs["model"])
         self._close()
 
     def _close(self) -> None:
@@ -304,6 +313,8 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         if self._frozen is not None:
             self._frozen.release()
             self._frozen = None
+        if self.probe is not None:
+            self.probe.detach()
         if self._trainer is not None:
             for wrapped in ("create_optimizer", "save_model"):
                 vars(self._trainer).pop(wrapped, None)

@@ -1,0 +1,254 @@
+"""`RecallProbe`: measure recall while a model is trained, and leave the training exactly as it would have been."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import TrainerCallback
+
+from routeguard.recall.answering import answer_forced
+from routeguard.recall.encoding import Encoder
+from routeguard.recall.haystack import as_haystack
+from routeguard.recall.logits import max_positions
+from routeguard.recall.measure import DEPTHS, Plan
+from routeguard.recall.probe_record import RECORD_FILE, append_record, begin_record
+from routeguard.recall.quiet import undisturbed
+from routeguard.recall.registry import find_tasks
+from routeguard.recall.result import RecallResult
+from routeguard.recall.sample import Sample
+from routeguard.recall.scores import SampleScore
+from routeguard.recall.task import Task
+from routeguard.recall.training_length import training_length
+from routeguard.training.engines import sharding_engine
+from routeguard.training.trainer_access import find_trainer, holds
+
+PROBE_TASKS = ("niah_single_3", "niah_multikey_2")
+
+
+class RecallProbe(TrainerCallback):  # type: ignore[misc]
+    """Measure recall during training: `callbacks=[RecallProbe()]`, or `RouteGuard(probe=RecallProbe())`.
+
+    Teacher-forced, on the same samples each time: before the first step, in between, and after the last one. Accuracy
+    by length goes to every reporter and to `log_history` as `recall/@4096` (with `recall/niah_single_3@4096` by task),
+    and to `OUTPUT/routeguard/recall.jsonl`. Random states, dropout, buffers, training flags: all as without the probe,
+    so the run is the same bit for bit.
+
+    Args:
+        lengths: context lengths in tokens. None (default): the training length and twice that, as far as the model's
+            positions go, because recall is lost beyond the training length first.
+        tasks: kinds of question; they should not be those that `replay` trains on.
+        every: steps between measurements. None (default): as often as costs at most `share` of the time since the last
+            one. The first and the last measurement always take place.
+        share: that share, 0.01 by default.
+        num_samples: samples for each task and length.
+        max_drop: how far accuracy at any length may fall below the first measurement, 0 to 1, before the probe acts.
+            None (default): it never does.
+        action: "warn" or "stop": what it does then.
+        tokenizer: None: the Trainer's `processing_class`.
+        chat, haystack, seed, batch_tokens, insist: as in `measure_recall`.
+
+    Raises ValueError for settings that make no sense; in `train()` for lengths that the model or the needles do not
+    allow, without a tokenizer, and under FSDP or DeepSpeed.
+    """
+
+    def __init__(
+        self,
+        *,
+        lengths: Sequence[int] | None = None,
+        tasks: str | Task | Iterable[str | Task] = PROBE_TASKS,
+        every: int | None = None,
+        share: float = 0.01,
+        num_samples: int = 8,
+        max_drop: float | None = None,
+        action: Literal["warn", "stop"] = "warn",
+        tokenizer: Any = None,
+        chat: bool = False,
+        haystack: Any = None,
+        seed: int = 0,
+        batch_tokens: int = 16384,
+        insist: bool = False,
+    ) -> None:
+        if every is not None and every < 1:
+            raise ValueError(f"every={every} steps; give at least 1, or None to keep the cost below share={share}")
+        if not 0 < share <= 1:
+            raise ValueError(f"share={share} of the training time; it lies above 0 and up to 1")
+        if action not in ("warn", "stop"):
+            raise ValueError(f"no action {action!r}; there are 'warn' and 'stop'")
+        if max_drop is not None and not 0 < max_drop <= 1:
+            raise ValueError(f"max_drop={max_drop}; accuracies lie between 0 and 1, so give 0.1 for ten points")
+        self.lengths = None if lengths is None else tuple(lengths)
+        self.tasks = find_tasks(tasks)
+        self.every = every
+        self.share = share
+        self.num_samples = num_samples
+        self.max_drop = max_drop
+        self.action = action
+        self.tokenizer = tokenizer
+        self.chat = chat
+        self.haystack = as_haystack(haystack)
+        self.seed = seed
+        self.batch_tokens = batch_tokens
+        self.insist = insist
+        self.results: dict[int, RecallResult] = {}  # by step
+        self.restored: RecallResult | None = None  # after a guard's restore at the end
+        self.seconds: dict[int, float] = {}
+        self._trainer: Any = None
+        self._samples: list[Sample] = []
+        self._settings: dict[str, Any] = {}
+        self._first: dict[int, float] = {}
+        self._next_at = 0.0
+
+    def attach(self, trainer: Any) -> RecallProbe:
+        """Probe a Trainer that is already constructed; to be called before `trainer.train()`. Returns self."""
+        if not holds(trainer, self):
+            trainer.add_callback(self)
+        self._trainer = trainer
+        return self
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer = find_trainer(self) or self._trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer = find_trainer(self) or self._trainer
+        engine = None if self._trainer is None else sharding_engine(self._trainer)
+        if engine is not None:
+            raise ValueError(
+                f"RecallProbe is not supported under {engine} in this version: parameters are sharded there"
+            )
+        if self.action == "stop" and self.max_drop is not None and getattr(args, "world_size", 1) > 1:
+            raise ValueError("RecallProbe(action='stop') is not supported with several processes; use action='warn'")
+        if not state.is_world_process_zero:
+            return
+        self.results, self.seconds, self.restored = {}, {}, None
+        model = unwrapped(kwargs["model"])
+        with undisturbed(model):
+            self._prepare(model, args, kwargs)
+        record = Path(args.output_dir) / RECORD_FILE
+        self._first = begin_record(record, self._settings, resume_step=state.global_step)
+        print(self._summary(args, kwargs), flush=True)
+        self._measure(model, args, state, control)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        last = control.should_training_stop or state.global_step >= state.max_steps
+        due = time.monotonic() >= self._next_at if self.every is None else state.global_step % self.every == 0
+        if last or due:
+            self._measure(unwrapped(kwargs["model"]), args, state, control)
+
+    def after_restore(self, args: Any, state: Any, control: Any, model: Any) -> None:
+        """Measure once more: what a restore at the end of the training gave back (`recall_restored/...`)."""
+        if state.is_world_process_zero and self._samples:
+            self._measure(unwrapped(model), args, state, control, restored=True)
+
+    def detach(self) -> None:
+        """Leave the Trainer."""
+        if self._trainer is not None:
+            self._trainer.remove_callback(self)
+            self._trainer = None
+
+    def _prepare(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        tokenizer = self.tokenizer if self.tokenizer is not None else kwargs.get("processing_class")
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a multimodal processor holds one
+        if tokenizer is None:
+            raise ValueError(
+                "RecallProbe needs a tokenizer: give the Trainer processing_class=, or RecallProbe(tokenizer=)"
+            )
+        self._tokenizer = tokenizer
+        positions = max_positions(model)
+        lengths = self.lengths
+        if lengths is None:
+            trained = training_length(args, kwargs.get("train_dataloader"))
+            lengths = tuple(sorted({min(n, positions or n) for n in (trained, 2 * trained)}))
+        if positions is not None and max(lengths) > positions and not self.insist:
+            raise ValueError(
+                f"RecallProbe length {max(lengths)} is beyond the model's {positions} positions; give shorter "
+                "lengths=, or insist=True"
+            )
+        plan = Plan(self.tasks, lengths, DEPTHS, self.num_samples, self.haystack, self.seed)
+        encoder = Encoder(tokenizer, chat=self.chat)
+        self._samples = [plan.sample(encoder, *cell, i) for cell in plan.cells() for i in range(self.num_samples)]
+        self._settings = {**plan.to_dict(), "method": "forced", "chat": self.chat}
+
+    def _measure(self, model: Any, args: Any, state: Any, control: Any, *, restored: bool = False) -> None:
+        step = state.global_step
+        began = time.monotonic()
+        with undisturbed(model):
+            scores = self._answers(model)
+        took = time.monotonic() - began
+        self._next_at = time.monotonic() + took / self.share
+        result = RecallResult(tuple(scores), self._settings)
+        if restored:
+            self.restored = result
+        else:
+            self.results[step], self.seconds[step] = result, took
+        by_length = {int(cell.label[0]): cell.accuracy for cell in result.by_length()}
+        self._first = self._first or by_length
+        append_record(Path(args.output_dir) / RECORD_FILE, step, took, result, restored=restored)
+        name = "recall_restored" if restored else "recall"
+        metrics = {f"{name}/@{length}": accuracy for length, accuracy in by_length.items()}
+        if len(self.tasks) > 1:
+            metrics |= {f"{name}/{cell.label[0]}@{cell.label[1]}": cell.accuracy for cell in result.cells()}
+        self._report(metrics, control)
+        if not restored:
+            self._act(by_length, step, control)
+
+    def _summary(self, args: Any, kwargs: dict[str, Any]) -> str:
+        lengths = sorted({sample.length_tokens for sample in self._samples})
+        often = f"every {self.every} steps" if self.every else f"as often as {self.share:.0%} of the time allows"
+        lines = [
+            f"routeguard: recall probe: {', '.join(task.name for task in self.tasks)} at {lengths} tokens, "
+            f"{self.num_samples} samples each, {often}, and before and after the training"
+        ]
+        with contextlib.suppress(ValueError):
+            trained = training_length(args, kwargs.get("train_dataloader"))
+            if max(lengths) <= trained:
+                lines.append(f"  note: no length beyond the {trained} tokens trained on, where recall is lost first")
+        return "\n".join(lines)
+
+    def _answers(self, model: Any) -> list[SampleScore]:
+        groups: dict[tuple[str, int], list[Sample]] = {}
+        for sample in self._samples:
+            groups.setdefault((sample.task, sample.length_tokens), []).append(sample)
+        scores = []
+        for (_, length), group in groups.items():
+            size = max(1, self.batch_tokens // length)
+            for first in range(0, len(group), size):
+                scores += answer_forced(model, self._tokenizer, group[first : first + size])
+        return scores
+
+    def _report(self, metrics: dict[str, float], control: Any) -> None:
+        """To `log_history` and every reporter, past the trainer's own `log`: TRL's would empty its running averages."""
+        if self._trainer is None:
+            return
+        from transformers import Trainer
+
+        due = control.should_log  # logging takes a log line that is due for written
+        Trainer.log(self._trainer, metrics)
+        control.should_log = due
+
+    def _act(self, by_length: dict[int, float], step: int, control: Any) -> None:
+        if self.max_drop is None:
+            return
+        fallen = {
+            n: (self._first[n], now) for n, now in by_length.items() if self._first[n] - now > self.max_drop - 1e-9
+        }
+        if not fallen:
+            return
+        text = ", ".join(f"{before:.2f} to {now:.2f} at {n} tokens" for n, (before, now) in fallen.items())
+        end = "; training stops" if self.action == "stop" else ""
+        warnings.warn(f"recall fell from {text} by step {step} (allowed: {self.max_drop:g}){end}", stacklevel=2)
+        if self.action == "stop":
+            control.should_training_stop = True
+
+
+def unwrapped(model: Any) -> Any:
+    """The model below DDP and torch.compile: probing must not make either of them prepare for other lengths."""
+    for _ in range(4):
+        model = getattr(model, "_orig_mod", getattr(model, "module", model))
+    return model

@@ -1,0 +1,84 @@
+"""What a probe has measured, on disk: `OUTPUT/routeguard/recall.jsonl`, a header line and a line a measurement."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from routeguard.recall.result import RecallResult
+
+SCHEMA_VERSION = 1
+RECORD_FILE = "routeguard/recall.jsonl"  # inside the Trainer's output folder
+
+
+def begin_record(path: Path, settings: dict[str, Any], *, resume_step: int) -> dict[int, float]:
+    """Start a record, or go on with the one of the same run up to `resume_step`; another run's is moved aside.
+
+    Returns the first accuracies of the run by length; empty for a fresh one.
+    """
+    first = first_accuracies(path, settings) if resume_step else {}
+    kept: list[str] = []
+    if first:
+        for line in path.read_text(encoding="utf-8").splitlines()[1:]:
+            try:
+                if json.loads(line)["step"] < resume_step:  # that step itself is measured again
+                    kept.append(line)
+            except (json.JSONDecodeError, KeyError):
+                continue  # the half-written end of a killed run
+    else:
+        _move_aside(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = json.dumps({"schema_version": SCHEMA_VERSION, "settings": settings})
+    path.write_text("\n".join([header, *kept]) + "\n", encoding="utf-8")
+    return first
+
+
+def append_record(path: Path, step: int, seconds: float, result: RecallResult, *, restored: bool = False) -> None:
+    """Write one measurement."""
+    line = {"step": step, "seconds": round(seconds, 3), "restored": restored, "result": result.to_dict()}
+    with path.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(line) + "\n")
+
+
+def read_probe_record(path: str | Path, *, restored: bool = False) -> dict[int, RecallResult]:
+    """Results by step from `OUTPUT/routeguard/recall.jsonl`; a half-written last line is skipped. `restored`: what was
+    measured after a restore at the end, instead.
+
+    Raises ValueError for another schema version or a damaged file.
+    """
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    found = {}
+    for number, line in enumerate(lines):
+        try:
+            data = json.loads(line)
+        except json.JSONDecodeError:
+            if number and number == len(lines) - 1:
+                break
+            raise ValueError(f"{path}, line {number + 1} is damaged") from None
+        if number == 0:
+            if data.get("schema_version") != SCHEMA_VERSION:
+                raise ValueError(f"{path} has schema version {data.get('schema_version')}, this reads {SCHEMA_VERSION}")
+        elif data["restored"] == restored:
+            found[int(data["step"])] = RecallResult.from_dict(data["result"])
+    return found
+
+
+def first_accuracies(record: Path, settings: dict[str, Any]) -> dict[int, float]:
+    """What a resumed run measured first, by length; empty if nothing comparable is there."""
+    if not record.is_file():
+        return {}
+    results = read_probe_record(record)
+    first = results[min(results)] if results else None
+    if first is None or first.settings != json.loads(json.dumps(settings)):
+        return {}
+    return {int(cell.label[0]): cell.accuracy for cell in first.by_length()}
+
+
+def _move_aside(path: Path) -> None:
+    """Keep what another run left there."""
+    if path.exists():
+        number = 1
+        while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+            number += 1
+        path.rename(aside)

@@ -1,0 +1,142 @@
+"""Mix retrieval samples into fine-tuning data, so that recall is trained as well."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from routeguard.recall.encoding import Encoder
+from routeguard.recall.haystack import as_haystack
+from routeguard.recall.registry import find_tasks
+from routeguard.recall.sample import Sample, build_sample
+from routeguard.recall.task import Task
+
+REPLAY_TASKS = ("niah_single_2", "niah_multikey_1", "niah_multivalue")
+
+
+def replay(
+    dataset: Any,
+    tokenizer: Any,
+    share: float = 0.02,
+    *,
+    tasks: str | Task | Iterable[str | Task] | None = None,
+    lengths: Sequence[int] = (1024, 2048),
+    haystack: Any = None,
+    seed: int = 0,
+    probe: Any = None,
+) -> Any:
+    """Return a dataset in which `share` of the rows are retrieval samples, at random places among the others.
+
+    Their names (`brisk-otter`) are never those of `measure_recall` and `RecallProbe`, and their tasks not the probe's.
+    A probe that asks the kind of question that is replayed proves little: it measures what was trained, not what was
+    kept.
+
+    Prompt and completion: TRL's loss is on the completion, here the answer. Messages: the last turn is the assistant's
+    `prefix answer`; for a loss on answers only set `assistant_only_loss=True`. Packing needs nothing.
+
+    Args:
+        dataset: a `datasets.Dataset` with columns `prompt` and `completion` (texts, or lists of messages), or
+            `messages`. Other columns are None in the new rows.
+        tokenizer: measures lengths; messages need its chat template.
+        share: share of the new dataset's rows, above 0 and below 1.
+        tasks: kinds of question. None (default): `REPLAY_TASKS`, less what the probe asks.
+        lengths: tokens of a new row, in turn; keep them within the training length, or rows are cut.
+        haystack: as in `measure_recall`.
+        seed: of all randomness.
+        probe: the `RecallProbe`, or `RecallResult`, that this run is judged by: its tasks are left out.
+
+    Raises ValueError for a share out of range or too small for a single row, for other columns or kinds of dataset, and
+    for tasks that the probe asks.
+    """
+    style = _style(dataset)
+    if not 0 < share < 1:
+        raise ValueError(f"share={share}: give the share of rows that are replayed, above 0 and below 1")
+    count = round(len(dataset) * share / (1 - share))
+    if count < 1:
+        raise ValueError(
+            f"share={share} of {len(dataset)} rows is less than one row; give at least {1 / len(dataset):.2g}"
+        )
+    chosen = _tasks(tasks, probe)
+    encoder = Encoder(tokenizer, chat=style in ("messages", "prompt messages"))
+    text = as_haystack(haystack)
+    rng = random.Random(f"replay/{seed}")
+    samples = [
+        build_sample(
+            chosen[i % len(chosen)],
+            encoder,
+            length_tokens=lengths[i // len(chosen) % len(lengths)],
+            depth=rng.random(),
+            index=i,
+            haystack=text,
+            seed=seed,
+            split="replay",
+        )
+        for i in range(count)
+    ]
+    rows = [_row(sample, style) for sample in samples]
+    print(
+        f"routeguard: replay: {count} of {len(dataset) + count} rows ask {', '.join(task.name for task in chosen)} at "
+        f"{list(lengths)} tokens; a probe on these kinds proves little (their names are not the probe's)",
+        flush=True,
+    )
+    return _mixed(dataset, rows, rng)
+
+
+def _style(dataset: Any) -> str:
+    from datasets import Dataset
+
+    if not isinstance(dataset, Dataset):
+        raise ValueError(f"replay takes a datasets.Dataset (one split, not streamed); got {type(dataset).__name__}")
+    columns = set(dataset.column_names)
+    if not len(dataset):
+        raise ValueError("the dataset has no rows")
+    if {"prompt", "completion"} <= columns:
+        kinds = {"text" if isinstance(dataset[0][name], str) else "messages" for name in ("prompt", "completion")}
+        if len(kinds) > 1:
+            raise ValueError("prompt and completion must both be texts or both be lists of messages")
+        return "prompt text" if kinds == {"text"} else "prompt messages"
+    if "messages" in columns:
+        return "messages"
+    raise ValueError(
+        f"replay needs columns prompt and completion, or messages; the dataset has {', '.join(dataset.column_names)}"
+    )
+
+
+def _tasks(tasks: str | Task | Iterable[str | Task] | None, probe: Any) -> tuple[Task, ...]:
+    probed = {getattr(task, "name", task) for task in getattr(probe, "tasks", ())}
+    if tasks is None:
+        left = [name for name in REPLAY_TASKS if name not in probed]
+        if not left:
+            raise ValueError(f"the probe asks all of {', '.join(REPLAY_TASKS)}; give tasks= that it does not ask")
+        return find_tasks(left)
+    chosen = find_tasks(tasks)
+    both = [task.name for task in chosen if task.name in probed]
+    if both:
+        raise ValueError(
+            f"the probe asks {', '.join(both)} too: it would measure what is trained; replay other tasks, or "
+            "probe others"
+        )
+    return chosen
+
+
+def _row(sample: Sample, style: str) -> dict[str, Any]:
+    if style == "prompt text":
+        prompt = "\n".join(sample.turns) + " " + sample.answer_prefix
+        return {"prompt": prompt, "completion": f"{sample.answer}."}
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(sample.turns)]
+    answer = {"role": "assistant", "content": f"{sample.answer_prefix}{sample.answer}."}
+    return {"messages": [*messages, answer]} if style == "messages" else {"prompt": messages, "completion": [answer]}
+
+
+def _mixed(dataset: Any, rows: list[dict[str, Any]], rng: random.Random) -> Any:
+    from datasets import Dataset, concatenate_datasets
+
+    columns = {name: [row.get(name) for row in rows] for name in dataset.column_names}
+    new = Dataset.from_dict(columns, features=dataset.features)
+    total = len(dataset) + len(rows)
+    places = set(rng.sample(range(total), len(rows)))
+    own, replayed = iter(range(len(dataset))), iter(range(len(dataset), total))
+    order = [next(replayed) if i in places else next(own) for i in range(total)]
+    return concatenate_datasets([dataset, new]).select(order)
