@@ -199,3 +199,44 @@ def test_bad_input_is_one_message_and_exit_code_2(
     result: Any = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2 and message in result.output, result.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "tuned"]
+
+
+def test_progress_is_reported_stage_by_stage(tmp_path: Path) -> None:
+    from routeguard import restore_checkpoint
+
+    write_pair("llama", tmp_path, tuned_shards="60KB")
+    seen: list[tuple[str, int, int]] = []
+
+    def progress(stage: str, done: int, total: int) -> None:
+        seen.append((stage, done, total))
+
+    options: dict[str, Any] = {"method": "qk_pro", "progress": progress}
+    restore_checkpoint(tmp_path / "base", tmp_path / "tuned", out=tmp_path / "out", **options)
+    assert list(dict.fromkeys(stage for stage, _, _ in seen)) == ["comparing", "computing", "copying"]
+    for name in ("comparing", "computing", "copying"):
+        steps = [done for stage, done, _ in seen if stage == name]
+        assert len(steps) > 1 and steps == sorted(steps)
+    copied = sum(path.stat().st_size for path in (tmp_path / "tuned").iterdir())
+    assert seen[-1] == ("copying", copied, copied)
+    seen.clear()
+    checkpoint_drift(tmp_path / "base", tmp_path / "tuned", progress=progress)
+    assert {stage for stage, _, _ in seen} == {"reading"} and len(seen) > 1
+
+
+def test_the_bar_appears_on_a_terminal_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+
+    from routeguard.cli import checkpoints
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for shown, seconds, expected in ((True, 2.0, True), (True, 0.1, False), (False, 2.0, False)):
+        screen = Terminal()
+        monkeypatch.setattr(sys, "stderr", screen)
+        with checkpoints._ProgressBar(shown=shown) as bar:
+            bar.started -= seconds
+            bar("copying", 1, 2)
+            bar("copying", 2, 2)
+        assert ("copying" in screen.getvalue()) is expected

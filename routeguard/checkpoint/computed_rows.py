@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from routeguard.checkpoint.compare import Slice, num_unequal
 from routeguard.checkpoint.patch import Patch
-from routeguard.checkpoint.row_plan import Finding, RowRestore
+from routeguard.checkpoint.row_plan import Finding, Progress, RowRestore, no_progress
 from routeguard.checkpoint.tensors import read_tensor, tensor_bytes
 from routeguard.protect.held import Held
 from routeguard.protect.modes import Interpolate, QKPro
@@ -28,7 +28,11 @@ _Compute = Callable[[Sequence[RowRestore]], tuple[list[Tensor], tuple[str, ...]]
 
 
 def compute_rows(
-    rows: Sequence[RowRestore], findings: Sequence[Finding], routes: Routes, method: Interpolate | QKPro
+    rows: Sequence[RowRestore],
+    findings: Sequence[Finding],
+    routes: Routes,
+    method: Interpolate | QKPro,
+    progress: Progress = no_progress,
 ) -> tuple[list[Patch], list[Finding], tuple[str, ...]]:
     """Patches in the order of `rows`, findings about what they write, and notes.
 
@@ -46,7 +50,9 @@ def compute_rows(
     notes: list[str] = []
     new_findings: dict[int, Finding] = {}
     patches: dict[int, Patch] = {}
-    for layer in dict.fromkeys(row.route.layer for row in rows):
+    layers = list(dict.fromkeys(row.route.layer for row in rows))
+    for done, layer in enumerate(layers):
+        progress("computing", done, len(layers))
         members = {number: row for number, row in enumerate(rows) if row.route.layer == layer}
         values, found = compute(list(members.values()))
         notes += found

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from routeguard.checkpoint.compare import Slice
-from routeguard.checkpoint.row_plan import RowRestore, by_place_notes, plan_rows
+from routeguard.checkpoint.row_plan import Progress, RowRestore, by_place_notes, no_progress, plan_rows
 from routeguard.checkpoint.start import open_start, refuse_quantised
 from routeguard.restoration.meaning import check_same_meaning, meaning_of_config
 from routeguard.routes.collection import ROUTING_ROLES, Role, Route, Routes
@@ -106,6 +106,7 @@ def checkpoint_drift(
     norms: bool = False,
     routing: bool = False,
     insist: bool = False,
+    progress: Progress = no_progress,
 ) -> CheckpointDrift:
     """Measure how far the queries and keys of a saved checkpoint moved, reading their rows and nothing else.
 
@@ -118,6 +119,7 @@ def checkpoint_drift(
         norms: also the gains of query and key norms. Default: no.
         routing: also the drift of each head's logit form, rotary-aware (`drift.routing_form`), with torch. Default: no.
         insist: go on although the two differ in what gives the weights their meaning. Default: no.
+        progress: called with "reading", the bytes read and their total. Default: nothing.
 
     Raises:
         ValueError: not checkpoints, not of the same model, quantised, or an adapter (merge it first).
@@ -140,8 +142,13 @@ def checkpoint_drift(
     meaning = meaning_of_config(config, resolve(config, stored))
     notes = [*check_same_meaning(meaning, start.meaning, insist=insist)]
     rows = plan_rows(stored, routes, start)
-    tensors = tuple(_tensor_drift(row, routes) for row in rows)
-    read = sum(row.tuned.num_bytes + row.start.num_bytes for row in rows)
+    total = sum(row.tuned.num_bytes + row.start.num_bytes for row in rows)
+    tensors: list[TensorDrift] = []
+    read = 0
+    for row in rows:
+        progress("reading", read, total)
+        tensors.append(_tensor_drift(row, routes))
+        read += row.tuned.num_bytes + row.start.num_bytes
     found: dict[int, tuple[float, ...]] = {}
     if routing:
         from routeguard.checkpoint.routing_form import routing_forms
@@ -149,7 +156,7 @@ def checkpoint_drift(
         found, reasons = routing_forms(rows, routes)
         notes += reasons
     return CheckpointDrift(
-        start.origin, str(tuned_folder), tensors, found, read,
+        start.origin, str(tuned_folder), tuple(tensors), found, read,
         (*notes, *by_place_notes(rows)),
     )  # fmt: skip
 

@@ -38,12 +38,17 @@ def plot_drift(drift: CheckpointDrift) -> Figure:
         axis.set_yticks(range(len(entries)), [str(entry.layer) for entry in entries])
         axis.xaxis.get_major_locator().set_params(integer=True)
         if role == with_heads[-1]:
-            figure.colorbar(image, ax=axis, label="relative drift ‖W − W₀‖ / ‖W₀‖")
+            figure.colorbar(image, ax=axis)
     last = axes[-1]
     for role in roles:
         points = [(entry.layer, entry.drift) for entry in weights if entry.role == role and entry.drift is not None]
         last.plot([layer for layer, _ in points], [value for _, value in points], marker="o", label=role)
-    last.set(title="whole layers", xlabel="layer", ylabel="relative drift", ylim=(0, None))
+    last.set(
+        title="whole layers",
+        xlabel="layer",
+        ylabel="relative drift ‖W − W₀‖ / ‖W₀‖",
+        ylim=(0, 1.1 * last.get_ylim()[1]),
+    )
     last.xaxis.get_major_locator().set_params(integer=True)
     last.grid(alpha=0.3)
     last.legend()

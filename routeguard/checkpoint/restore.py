@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from functools import partial
@@ -17,10 +17,12 @@ from routeguard.checkpoint.new_folder import files_to_copy, write_copy
 from routeguard.checkpoint.patch import Patch, patched_files
 from routeguard.checkpoint.row_plan import (
     Finding,
+    Progress,
     RowRestore,
     by_place_notes,
     conversion_notes,
     examine,
+    no_progress,
     per_layer,
     plan_rows,
 )
@@ -32,8 +34,6 @@ from routeguard.routes.collection import ROUTING_ROLES, Role, Routes
 from routeguard.routes.resolve import resolve
 from routeguard.storage.folder import checkpoint_config, is_adapter, stored_checkpoint
 from routeguard.storage.hub import local_folder
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def restore_checkpoint(
     layers: Iterable[int] | None = None,
     norms: bool = False,
     insist: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> CheckpointRestore:
     """Put the queries and keys of the full-attention layers of a saved checkpoint back to their start.
 
@@ -111,7 +111,8 @@ def restore_checkpoint(
         layers: only these decoder layers. Default: every full-attention layer.
         norms: also the gains of query and key norms. Default: no (as in the paper).
         insist: go on although the two differ in what gives the weights their meaning. Default: no.
-        progress: called with (bytes copied, bytes in all).
+        progress: called as the work goes, with its stage ("comparing", "computing" or "copying"), what is done, and
+            the total: bytes, or layers when computing. Default: nothing.
 
     Returns:
         A `CheckpointRestore`. The same facts, with hashes, are in `OUT/routeguard/provenance.json`.
@@ -129,7 +130,7 @@ def restore_checkpoint(
     base_folder = local_folder(str(base))
     if base_folder.is_dir() and base_folder.resolve() == tuned.resolve():
         raise ValueError(f"BASE and TUNED are the same folder, {tuned}: there is nothing to bring back from it")
-    job = _plan(base_folder, tuned, mode, tuple(_listed(roles)), layers, norms, insist)
+    job = _plan(base_folder, tuned, mode, tuple(_listed(roles)), layers, norms, insist, progress)
     if target is None:
         refuse_unsafe_in_place(tuned, patched_files(job.patches))
         undo = patch_in_place(tuned, job.patches, job.facts)
@@ -141,8 +142,7 @@ def restore_checkpoint(
     def advance(count: int) -> None:
         nonlocal done
         done += count
-        if progress is not None:
-            progress(done, total)
+        progress("copying", done, total)
 
     write_copy(tuned, target, job.patches, job.facts, advance)
     return CheckpointRestore(str(tuned), str(target), job.report, total, tuple(left_out))
@@ -171,6 +171,7 @@ def _plan(
     layers: Iterable[int] | None,
     norms: bool,
     insist: bool,
+    progress: Progress,
 ) -> _Job:
     if is_adapter(tuned):
         from routeguard.checkpoint.adapter_rows import plan_adapter
@@ -186,8 +187,8 @@ def _plan(
     start = open_start(base)
     meaning_notes = _compare_meaning(config, stored, routes, start, insist=insist)
     rows = plan_rows(stored, routes, start)
-    findings = examine(rows)
-    patches, findings, method_notes = _patches(rows, findings, routes, mode)
+    findings = examine(rows, progress)
+    patches, findings, method_notes = _patches(rows, findings, routes, mode, progress)
     notes = [*meaning_notes, *by_place_notes(rows), *conversion_notes(rows), *method_notes]
     if not any(finding.num_changed for finding in findings):
         notes.append("nothing had moved: every row already equals what was written")
@@ -204,12 +205,12 @@ def _compare_meaning(
 
 
 def _patches(
-    rows: Sequence[RowRestore], findings: list[Finding], routes: Routes, mode: Restoration
+    rows: Sequence[RowRestore], findings: list[Finding], routes: Routes, mode: Restoration, progress: Progress
 ) -> tuple[list[Patch], list[Finding], tuple[str, ...]]:
     if isinstance(mode, (QKPro, Interpolate)):
         from routeguard.checkpoint.computed_rows import compute_rows
 
-        return compute_rows(rows, findings, routes, mode)
+        return compute_rows(rows, findings, routes, mode, progress)
     assert isinstance(mode, QKRestore)
     return (
         [Patch(row.tuned.tensor, row.tuned.rows, row.tuned.dim, partial(_start_of, row)) for row in rows],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,13 @@ from routeguard.routes.collection import Route, Routes
 from routeguard.routes.names import canonical_name
 from routeguard.storage.floats import FLOATS, Floats, converted, is_exact, to_bytes, to_floats
 from routeguard.storage.header import StoredTensor
+
+# Called with a stage ("comparing", "computing", "copying"), what is done and the total.
+Progress = Callable[[str, int, int], None]
+
+
+def no_progress(stage: str, done: int, total: int) -> None:
+    """Report nothing."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +82,13 @@ def plan_rows(stored: Mapping[str, StoredTensor], routes: Routes, start: Start) 
     return rows
 
 
-def examine(rows: Sequence[RowRestore]) -> list[Finding]:
+def examine(rows: Sequence[RowRestore], progress: Progress = no_progress) -> list[Finding]:
     """Compare every row with its start, 1 MiB at a time. Raises ValueError for NaN or infinite weights in either."""
     findings, bad = [], []
+    done, total = 0, sum(row.tuned.num_bytes for row in rows)
     for row in rows:
+        progress("comparing", done, total)
+        done += row.tuned.num_bytes
         finding, fault = _examine(row)
         findings.append(finding)
         if fault:

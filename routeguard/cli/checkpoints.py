@@ -77,9 +77,17 @@ def drift(
     """Show how far TUNED's queries and keys moved from BASE, by layer, role and head. Reads only those rows."""
     from routeguard.checkpoint.drift import checkpoint_drift
 
-    found = checkpoint_drift(
-        base, tuned, roles=parse_roles(roles), layers=parse_layers(layers), norms=norms, routing=routing, insist=insist
-    )
+    with _ProgressBar(shown=not quiet and not as_json) as progress:
+        found = checkpoint_drift(
+            base,
+            tuned,
+            roles=parse_roles(roles),
+            layers=parse_layers(layers),
+            norms=norms,
+            routing=routing,
+            insist=insist,
+            progress=progress,
+        )
     if plot is not None:
         found.plot().savefig(plot, dpi=150)
     _show(found, quiet=quiet, as_json=as_json)
@@ -122,13 +130,13 @@ def _show(report: Any, *, quiet: bool, as_json: bool) -> None:
 
 
 class _ProgressBar:
-    """A bar on standard error, for copies that take longer than a second."""
+    """A bar on standard error for each stage, once the whole has taken longer than a second."""
 
     def __init__(self, *, shown: bool) -> None:
         self.shown = shown and sys.stderr.isatty()
         self.started = time.monotonic()
         self.bar: Any = None
-        self.task: Any = None
+        self.tasks: dict[str, Any] = {}
 
     def __enter__(self) -> _ProgressBar:
         return self
@@ -137,15 +145,16 @@ class _ProgressBar:
         if self.bar is not None:
             self.bar.stop()
 
-    def __call__(self, done: int, total: int) -> None:
+    def __call__(self, stage: str, done: int, total: int) -> None:
         if not self.shown or time.monotonic() - self.started < 1:
             return
         if self.bar is None:
             from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-            columns = ("copying", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
             self.bar = Progress(*columns, console=Console(stderr=True), transient=True)
             self.bar.start()
-            self.task = self.bar.add_task("copying", total=total)
-        self.bar.update(self.task, completed=done)
+        if stage not in self.tasks:
+            self.tasks[stage] = self.bar.add_task(stage, total=total)
+        self.bar.update(self.tasks[stage], completed=done)
