@@ -1,0 +1,138 @@
+"""replay: the rows it adds, in every format, and that it keeps away from the probe."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+
+from routeguard import RecallProbe, measure_recall, replay
+from routeguard.recall.encoding import Encoder
+from routeguard.recall.haystack import builtin_prose
+from routeguard.recall.registry import TASKS, find_task
+from routeguard.recall.replay import REPLAY_TASKS
+from routeguard.recall.sample import build_sample
+from tests.loops import tiny
+from tests.recall_tokenizers import byte_bpe, characters
+from tests.trainers import sft_arguments
+
+NEEDLE = re.compile(r"magic numbers for (\S+) is: (\d+)\.")
+
+
+def own(rows: int, style: str) -> Dataset:
+    texts = [f"row {i}" for i in range(rows)]
+    user = [[{"role": "user", "content": text}] for text in texts]
+    answer = [[{"role": "assistant", "content": "yes"}] for _ in texts]
+    if style == "text":
+        return Dataset.from_dict({"prompt": texts, "completion": ["yes"] * rows, "source": texts})
+    if style == "prompt messages":
+        return Dataset.from_dict({"prompt": user, "completion": answer})
+    return Dataset.from_dict({"messages": [a + b for a, b in zip(user, answer, strict=True)]})
+
+
+def new_rows(mixed: Dataset) -> list[dict]:
+    return [row for row in mixed if "special magic" in str(row)]
+
+
+def test_text_rows_hide_and_answer(capsys) -> None:
+    tokenizer = byte_bpe()
+    mixed = replay(own(90, "text"), tokenizer, 0.1, lengths=(400, 500), tasks=["niah_single_2", "niah_multikey_1"])
+    assert "10 of 100 rows ask niah_single_2, niah_multikey_1 at [400, 500] tokens" in capsys.readouterr().out
+    assert len(mixed) == 100 and mixed.column_names == ["prompt", "completion", "source"]
+    assert [row["source"] for row in mixed if row["source"]] == [f"row {i}" for i in range(90)]  # kept, in order
+    added = new_rows(mixed)
+    assert len(added) == 10 and all(row["source"] is None for row in added)
+    places = [i for i, row in enumerate(mixed) if row["source"] is None]
+    assert places != list(range(90, 100)) and len(places) == 10
+    for row in added:
+        asked = re.search(r"magic number for (\S+) mentioned in the provided text is$", row["prompt"])[1]
+        assert row["completion"] == f" {dict(NEEDLE.findall(row['prompt']))[asked]}."
+    lengths = {len(tokenizer(row["prompt"]).input_ids) // 100 for row in added}
+    assert lengths <= {3, 4} and len(lengths) == 2
+    again = replay(own(90, "text"), tokenizer, 0.1, lengths=(400, 500), tasks=["niah_single_2", "niah_multikey_1"])
+    assert again.to_list() == mixed.to_list()
+
+
+@pytest.mark.parametrize("style", ["messages", "prompt messages"])
+def test_messages(style: str) -> None:
+    mixed = replay(own(30, style), byte_bpe(chat=True), 0.1, lengths=(600,))
+    added = new_rows(mixed)
+    assert len(mixed) == 33 and len(added) == 3
+    for row in added:
+        *before, last = row["messages"] if style == "messages" else row["prompt"] + row["completion"]
+        assert [turn["role"] for turn in before] == ["user"] and last["role"] == "assistant"
+        values = dict(NEEDLE.findall(before[0]["content"])).values()
+        assert any(value in last["content"] for value in values)
+    with pytest.raises(ValueError, match="no chat template"):
+        replay(own(30, style), byte_bpe(), 0.1)
+
+
+def names(texts: list[str]) -> set[str]:
+    return {key for text in texts for key, _ in NEEDLE.findall(text)}
+
+
+def test_no_name_of_the_probe_is_ever_replayed() -> None:
+    mixed = replay(own(60, "text"), byte_bpe(), 0.3, lengths=(500,), tasks="niah_multikey_2")
+    replayed = names([row["prompt"] for row in new_rows(mixed)])
+    encoder = Encoder(byte_bpe())
+    asked = names([
+        build_sample(find_task("niah_multikey_2"), encoder, length_tokens=500, depth=None, index=i,
+                     haystack=builtin_prose()).turns[0]
+        for i in range(25)
+    ])  # fmt: skip
+    assert len(replayed) > 50 and len(asked) > 50
+    nouns = [{name.split("-")[1] for name in group} for group in (replayed, asked)]
+    assert not nouns[0] & nouns[1]
+
+
+def test_tasks_of_the_probe_are_left_out() -> None:
+    probe = RecallProbe(tasks=["niah_single_2", "niah_multikey_2"])
+    mixed = replay(own(40, "text"), byte_bpe(), 0.2, lengths=(700,), probe=probe)
+    assert all(len(NEEDLE.findall(row["prompt"])) == 4 for row in new_rows(mixed))  # multikey_1 and multivalue only
+    with pytest.raises(ValueError, match="the probe asks niah_single_2 too"):
+        replay(own(40, "text"), byte_bpe(), 0.2, tasks=["niah_single_2"], probe=probe)
+    with pytest.raises(ValueError, match="the probe asks all of"):
+        replay(own(40, "text"), byte_bpe(), 0.2, probe=RecallProbe(tasks=REPLAY_TASKS))
+    result = measure_recall(
+        tiny("llama"), characters(), tasks="niah_single_1", lengths=(420,), num_samples=1, insist=True
+    )
+    with pytest.raises(ValueError, match="the probe asks niah_single_1 too"):
+        replay(own(40, "text"), characters(), 0.2, tasks=["niah_single_1"], probe=result)
+    assert set(REPLAY_TASKS) < set(TASKS)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_loss_is_on_the_answer(packing: bool, tmp_path: Path) -> None:
+    """TRL's own preparation of the mixed rows: labels only where the answer stands, packed or not."""
+    from trl import SFTTrainer
+
+    tokenizer = characters()
+    mixed = replay(own(3, "text").remove_columns("source"), tokenizer, 0.4, lengths=(420,), tasks="niah_single_1")
+    args = sft_arguments(
+        tmp_path, dataset_kwargs=None, packing=packing, max_length=512, max_steps=1, padding_free=False
+    )
+    trainer = SFTTrainer(tiny("llama"), args=args, processing_class=tokenizer, train_dataset=mixed)
+    answers = [row["completion"].strip() for row in new_rows(mixed)]
+    learned = []
+    for row in trainer.train_dataset:
+        learned.append(tokenizer.decode([label for label in row["labels"] if label != -100]))
+    assert len(answers) == 2 and all(any(answer in text for text in learned) for answer in answers)
+    assert not any("magic" in text for text in learned)
+
+
+@pytest.mark.parametrize(
+    ("data", "share", "message"),
+    [
+        (own(50, "text"), 0.0, "share=0.0"),
+        (own(50, "text"), 1.0, "share=1.0"),
+        (own(10, "text"), 0.01, "less than one row"),
+        (own(50, "text").remove_columns("completion"), 0.1, "needs columns prompt and completion, or messages"),
+        ({"train": []}, 0.1, "got dict"),
+        (own(50, "text").select([]), 0.1, "no rows"),
+    ],
+)
+def test_refusals(data, share: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replay(data, byte_bpe(), share)
