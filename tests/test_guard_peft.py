@@ -247,7 +247,7 @@ def test_adapters_on_a_quantised_base(bits: int, tmp_path: Path) -> None:
     _, samples = read_record(tmp_path / "b" / "routeguard" / "drift.jsonl")
     assert all(0 < value < 10 for value in samples[-1].factors.values())
     with pytest.raises(ValueError, match="stored quantised and there is no adapter"):
-        RouteGuard()._protect(quantised().unload())
+        RouteGuard()._protector.hold(quantised().unload())
 
 
 @pytest.mark.parametrize("case", ["lfm2", "qwen3_5_text"])

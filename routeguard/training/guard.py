@@ -8,10 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from routeguard.protect.anchor import anchored
-from routeguard.protect.freeze import Frozen, freeze
-from routeguard.protect.groups import RoutingGroups, split_groups
-from routeguard.protect.held import Held, held_parameters, quantised_routes
 from routeguard.protect.modes import (
     Anchor,
     Freeze,
@@ -23,8 +19,8 @@ from routeguard.protect.modes import (
 )
 from routeguard.protect.optimizers import inner_optimizer
 from routeguard.routes.collection import ROUTING_ROLES, Role, Routes
-from routeguard.routes.find import find_routes
 from routeguard.training.engines import refuse_partial_freeze, refuse_unsupported_engine, sharding_engine
+from routeguard.training.protector import Protector
 from routeguard.training.run_state import RunState, settings, write_state
 from routeguard.training.session import Session
 from routeguard.training.start import Start, refuse_changed_settings
@@ -87,15 +83,17 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         self.insist = insist
         self.probe = probe
         self.summary: str | None = None
-        self.routes: Routes | None = None
+        self._protector = Protector(self.protect, layers=self.layers, roles=self.roles, norms=norms)
         self._trainer: Any = None
-        self._guarded: Any = None  # the model that `_protect` saw
-        self._frozen: Frozen | None = None
-        self._groups: RoutingGroups | None = None
         self._session: Session | None = None
         self._kept: tuple[Any, Start] | None = None  # the model and the start that its last train() protected
         self._state: RunState | None = None
         self._own_optimizer = False
+
+    @property
+    def routes(self) -> Routes | None:
+        """The routes of the guarded model; None before there is one."""
+        return self._protector.routes
 
     # -- reaching the trainer --------------------------------------------------------------------------------------
 
@@ -124,11 +122,11 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
             self._own_optimizer = trainer.optimizer is not None
             if self._own_optimizer:
                 self._refuse_scheduled_optimizer(trainer)
-        self._protect(model)
+        self._protector.hold(model)
         if trainer is None and not isinstance(self.protect, Freeze):
             raise ValueError(HINT)
-        if trainer is not None and self._frozen is not None:
-            refuse_partial_freeze(trainer, self._frozen)
+        if trainer is not None and self._protector.frozen is not None:
+            refuse_partial_freeze(trainer, self._protector.frozen)
         self._trainer = trainer
         if trainer is not None:
             run_first(trainer, self)
@@ -147,38 +145,15 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
 
     # -- protecting the model --------------------------------------------------------------------------------------
 
-    def _protect(self, model: nn.Module) -> None:
-        """Find a model's routes and freeze them if that is the mode; again for each model that `model_init` makes."""
-        routes = find_routes(model, layers=self.layers, roles=self.roles, norms=self.norms)
-        if not routes:
-            raise ValueError(
-                f"no routing rows to hold in {routes.model_type!r} with roles {self.roles}: "
-                "only rows shared with the values exist"
-            )
-        held = held_parameters(model, routes)
-        _refuse_quantised_full_fine_tuning(model, routes, held)
-        if isinstance(self.protect, (LowLR, Anchor)) and not any(h.trainable for h in held):
-            raise ValueError(
-                f"{self.protect.name} found {len(held)} routing tensors, none of them trainable (an adapter elsewhere, "
-                "or frozen by hand): queries and keys cannot move. Use protect='track' to log their drift, or 'freeze'"
-            )
-        if self._frozen is not None:
-            self._frozen.detach()
-        self._frozen = freeze(model, routes) if isinstance(self.protect, Freeze) else None
-        self.routes = routes
-        self._guarded = model
-        # Decided here, at the weights the run starts from: a resumed adapter is no longer at zero later on.
-        self._pulled = {h.name for h in anchored(held)} if isinstance(self.protect, Anchor) else set()
-
     def _wrap_create_optimizer(self, trainer: Any) -> None:
         original = trainer.create_optimizer
 
         def create_optimizer(*args: Any, **kwargs: Any) -> Any:
-            if trainer.model is not self._guarded:
-                self._protect(trainer.model)
+            if trainer.model is not self._protector.model:
+                self._protector.hold(trainer.model)
             self._refuse_changed_resume(trainer)
             optimizer = original(*args, **kwargs)
-            self._split(optimizer)
+            self._protector.split(optimizer)
             return optimizer
 
         trainer.create_optimizer = create_optimizer
@@ -217,22 +192,6 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
             protect, settings(self.restore), self.routes.layers, self.roles, self.norms, digest, origin, stage
         )
 
-    def _split(self, optimizer: Any) -> None:
-        """Give routing its tagged groups, once for each optimizer."""
-        assert self.routes is not None
-        if not isinstance(self.protect, (LowLR, Anchor)):
-            return
-        inner = inner_optimizer(optimizer)
-        if self._groups is not None and self._groups.optimizer is inner:
-            return
-        held = held_parameters(self._guarded, self.routes)
-        if isinstance(self.protect, Anchor):
-            self._groups = split_groups(
-                inner, [h for h in held if h.name in self._pulled], tag=Anchor.name, weight_decay=0.0
-            )
-        else:
-            self._groups = split_groups(inner, held, tag=LowLR.name, scale=self.protect.scale)
-
     # -- training --------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -240,25 +199,27 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
             raise ValueError(f"RouteGuard was added to a Trainer that was already constructed. {HINT}")
         self._close()
         trainer = self._trainer
-        if trainer is None and self._guarded is not kwargs["model"]:
+        if trainer is None and self._protector.model is not kwargs["model"]:
             raise ValueError(f"the model was made again after RouteGuard saw it (model_init). {HINT}")
-        if self._frozen is not None:
-            self._refuse_unfrozen(self._frozen)
-            self._frozen.hold_rows()
+        frozen = self._protector.frozen
+        if frozen is not None:
+            self._protector.refuse_unfrozen()
+            frozen.hold_rows()
             if sharding_engine(trainer) is not None:
                 print(
-                    f"routeguard: {len(self._frozen.whole)} routing tensors frozen; drift is not logged here",
+                    f"routeguard: {len(frozen.whole)} routing tensors frozen; drift is not logged here",
                     flush=True,
                 )
                 return
-        kept = self._kept[1] if self._kept is not None and self._kept[0] is self._guarded else None
+        assert self._protector.model is not None
+        kept = self._kept[1] if self._kept is not None and self._kept[0] is self._protector.model else None
         self._session = Session(
             guard=self,
-            model=self._guarded,
+            model=self._protector.model,
             optimizer=inner_optimizer(kwargs["optimizer"]),
             scheduler=kwargs.get("lr_scheduler"),
-            frozen=self._frozen,
-            groups=self._groups,
+            frozen=frozen,
+            groups=self._protector.groups,
             output_dir=args.output_dir,
             resumed_from=resumed_folder(trainer) if trainer is not None else None,
             resumed_step=state.global_step,
@@ -266,7 +227,7 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
             is_main=state.is_world_process_zero,
             trainer=trainer,
         )
-        self._kept = (self._guarded, self._session.start)
+        self._kept = (self._protector.model, self._session.start)
         self._state = self._session.state
         self.summary = self._session.summary
         if state.is_world_process_zero:
@@ -302,17 +263,15 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         ValueError if it was the user's own and holds views of rows.
         """
         self._close()
-        if self._groups is not None and self._trainer is not None:
-            if self._own_optimizer and self._groups.views:
+        groups = self._protector.groups
+        if groups is not None and self._trainer is not None:
+            if self._own_optimizer and groups.views:
                 raise ValueError(
                     "the optimizer given to this Trainer holds views of rows now; give the next run a new one"
                 )
             if not self._own_optimizer:
                 self._trainer.optimizer = self._trainer.lr_scheduler = None
-            self._groups = None
-        if self._frozen is not None:
-            self._frozen.release()
-            self._frozen = None
+        self._protector.release()
         if self.probe is not None:
             self.probe.detach()
         if self._trainer is not None:
@@ -320,25 +279,4 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
                 vars(self._trainer).pop(wrapped, None)
             self._trainer.remove_callback(self)
             self._trainer = None
-        self.routes = None
-        self._guarded = self._kept = self._state = None
-
-    def _refuse_unfrozen(self, frozen: Frozen) -> None:
-        for held in (*frozen.whole, *frozen.before):
-            if held.parameter.requires_grad:
-                raise ValueError(f"{held.name} was frozen and is trainable again: something unfroze it before train()")
-
-
-def _refuse_quantised_full_fine_tuning(model: nn.Module, routes: Routes, held: list[Held]) -> None:
-    names = quantised_routes(model, routes)
-    if names and not any(h.part != "base" for h in held) and not _has_adapters(model):
-        raise ValueError(
-            f"{names[0]} (and {len(names) - 1} more routing tensors) is stored quantised and there is no adapter: full "
-            "fine-tuning cannot train or protect quantised weights. Add a LoRA adapter, or load the model unquantised"
-        )
-
-
-def _has_adapters(model: nn.Module) -> bool:
-    from routeguard.protect.held import peft_configs
-
-    return bool(peft_configs(model))
+        self._kept = self._state = None

@@ -1,0 +1,111 @@
+"""What a guard does to a model and its optimizer before training: find the routes, freeze them, or split the groups."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from routeguard.protect.anchor import anchored
+from routeguard.protect.freeze import Frozen, freeze
+from routeguard.protect.groups import RoutingGroups, split_groups
+from routeguard.protect.held import Held, held_parameters, quantised_routes
+from routeguard.protect.modes import Anchor, Freeze, LowLR, Protection
+from routeguard.protect.optimizers import inner_optimizer
+from routeguard.routes.collection import Role, Routes
+from routeguard.routes.find import find_routes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Protector:
+    """Holds one protection over one model at a time; a model that `model_init` makes anew replaces the last one.
+
+    Attributes:
+        model: the model that is protected, None before the first.
+        routes: its routes, None before the first.
+        frozen: what is frozen, in mode `Freeze`.
+        groups: the optimizer's tagged groups, in modes `LowLR` and `Anchor`, once there is an optimizer.
+    """
+
+    def __init__(
+        self, protect: Protection, *, layers: tuple[int, ...] | None, roles: tuple[Role, ...], norms: bool
+    ) -> None:
+        self.protect = protect
+        self.layers = layers
+        self.roles = roles
+        self.norms = norms
+        self.model: nn.Module | None = None
+        self.routes: Routes | None = None
+        self.frozen: Frozen | None = None
+        self.groups: RoutingGroups | None = None
+        self._pulled: set[str] = set()
+
+    def hold(self, model: nn.Module) -> None:
+        """Find a model's routes, and freeze them if that is the mode.
+
+        Raises ValueError when there is nothing to hold, or nothing that the mode could act on.
+        """
+        routes = find_routes(model, layers=self.layers, roles=self.roles, norms=self.norms)
+        if not routes:
+            raise ValueError(
+                f"no routing rows to hold in {routes.model_type!r} with roles {self.roles}: "
+                "only rows shared with the values exist"
+            )
+        held = held_parameters(model, routes)
+        _refuse_quantised_full_fine_tuning(model, routes, held)
+        if isinstance(self.protect, (LowLR, Anchor)) and not any(h.trainable for h in held):
+            raise ValueError(
+                f"{self.protect.name} found {len(held)} routing tensors, none of them trainable (an adapter elsewhere, "
+                "or frozen by hand): queries and keys cannot move. Use protect='track' to log their drift, or 'freeze'"
+            )
+        if self.frozen is not None:
+            self.frozen.detach()
+        self.frozen = freeze(model, routes) if isinstance(self.protect, Freeze) else None
+        self.routes = routes
+        self.model = model
+        # Decided here, at the weights the run starts from: a resumed adapter is no longer at zero later on.
+        self._pulled = {h.name for h in anchored(held)} if isinstance(self.protect, Anchor) else set()
+
+    def split(self, optimizer: Any) -> None:
+        """Give routing its tagged groups, once for each optimizer; nothing to do in the modes without groups."""
+        if not isinstance(self.protect, (LowLR, Anchor)):
+            return
+        assert self.model is not None and self.routes is not None
+        inner = inner_optimizer(optimizer)
+        if self.groups is not None and self.groups.optimizer is inner:
+            return
+        held = held_parameters(self.model, self.routes)
+        if isinstance(self.protect, Anchor):
+            pulled = [h for h in held if h.name in self._pulled]
+            self.groups = split_groups(inner, pulled, tag=Anchor.name, weight_decay=0.0)
+        else:
+            self.groups = split_groups(inner, held, tag=LowLR.name, scale=self.protect.scale)
+
+    def refuse_unfrozen(self) -> None:
+        """Raise ValueError when something has made frozen parameters trainable again."""
+        if self.frozen is None:
+            return
+        for held in (*self.frozen.whole, *self.frozen.before):
+            if held.parameter.requires_grad:
+                raise ValueError(f"{held.name} was frozen and is trainable again: something unfroze it before train()")
+
+    def release(self) -> None:
+        """Thaw what was frozen and forget the model."""
+        if self.frozen is not None:
+            self.frozen.release()
+        self.model = self.routes = self.frozen = self.groups = None
+
+
+def _refuse_quantised_full_fine_tuning(model: nn.Module, routes: Routes, held: list[Held]) -> None:
+    names = quantised_routes(model, routes)
+    if names and not any(h.part != "base" for h in held) and not _has_adapters(model):
+        raise ValueError(
+            f"{names[0]} (and {len(names) - 1} more routing tensors) is stored quantised and there is no adapter: full "
+            "fine-tuning cannot train or protect quantised weights. Add a LoRA adapter, or load the model unquantised"
+        )
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    from routeguard.protect.held import peft_configs
+
+    return bool(peft_configs(model))
