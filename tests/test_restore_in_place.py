@@ -83,6 +83,20 @@ def test_a_second_restore_and_a_second_undo_are_refused(pair: tuple[Path, Path])
         undo_restore(tuned)
 
 
+def test_a_copy_of_a_folder_restored_in_place_has_no_undo_file(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    base, tuned = pair
+    restore_checkpoint(base, tuned, in_place=True)
+    (tuned / "elsewhere").symlink_to(base)
+    (tuned / "broken").symlink_to(tmp_path / "nothing")
+    report = restore_checkpoint(base, tuned, out=tmp_path / "out")
+    assert set(report.left_out) == {"routeguard/undo.safetensors", "broken"} and "broken" in str(report)
+    assert not undo_path(tmp_path / "out").exists()
+    (tuned / "routeguard" / "provenance.json").unlink()  # as after a kill before the record was written
+    for folders in ((base, tuned), (tuned, base)):
+        with pytest.raises(ValueError, match="interrupted in-place restore"):
+            restore_checkpoint(*folders, out=tmp_path / "other")
+
+
 def test_links_are_not_written_through(pair: tuple[Path, Path], tmp_path: Path) -> None:
     base, tuned = pair
     (shard,) = [f for f in tuned.glob("*.safetensors") if b"layers.3.self_attn.q_proj" in f.read_bytes()][:1]

@@ -70,6 +70,16 @@ def refuse_unsafe_in_place(folder: Path, files: Iterable[Path]) -> None:
             )
 
 
+def refuse_interrupted(folder: Path) -> None:
+    """Raise ValueError for a folder in which an in-place restore (or its undo) stopped half way."""
+    undo = undo_path(folder)
+    if undo.exists() and not _is_complete(folder, undo):
+        raise ValueError(
+            f"{folder} holds an interrupted in-place restore, so its weights are half tuned, half restored. Run "
+            f"`routeguard undo {folder}` first"
+        )
+
+
 def patch_in_place(folder: Path, patches: Sequence[Patch], facts: dict[str, Any]) -> Path:
     """Keep the old rows in the undo file, write the new ones over them, record the restore. Returns the undo file.
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from routeguard.checkpoint.in_place import undo_path
 from routeguard.checkpoint.patch import Patch, apply_patches, patched_files
 from routeguard.checkpoint.provenance import record_restore
 from routeguard.storage.copying import Advance, copy_file
@@ -26,17 +27,22 @@ _OTHER_CHECKPOINT = re.compile(r"^(checkpoint-\d+|global_step\d+|pytorch_model_f
 
 
 def files_to_copy(tuned: Path) -> tuple[list[Path], list[str]]:
-    """Every file of a checkpoint (relative), and the names that stay behind: training state, other checkpoints."""
+    """The files of a checkpoint (relative), and what stays behind: training state, other checkpoints, what is no file."""
     kept: list[Path] = []
     left_out: list[str] = []
     for path in sorted(tuned.iterdir()):
         is_folder = path.is_dir()
         if (_OTHER_CHECKPOINT if is_folder else _TRAINING_STATE).match(path.name) or _is_partial(path.name):
             left_out.append(path.name)
-        elif is_folder:
-            kept += [p.relative_to(tuned) for p in sorted(path.rglob("*")) if not p.is_dir()]
-        else:
-            kept.append(path.relative_to(tuned))
+            continue
+        for found in sorted(path.rglob("*")) if is_folder else [path]:
+            name = found.relative_to(tuned)
+            if name == undo_path(Path()):
+                left_out.append(str(name))  # it belongs to the weights in that folder
+            elif found.is_file():
+                kept.append(name)
+            elif not found.is_dir() or found.is_symlink():
+                left_out.append(str(name))  # a pipe, a broken link, a link to another folder
     return kept, left_out
 
 

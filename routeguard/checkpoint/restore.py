@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import routeguard
-from routeguard.checkpoint.in_place import patch_in_place, refuse_unsafe_in_place
+from routeguard.checkpoint.in_place import patch_in_place, refuse_interrupted, refuse_unsafe_in_place
 from routeguard.checkpoint.new_folder import files_to_copy, write_copy
 from routeguard.checkpoint.patch import Patch, patched_files
 from routeguard.checkpoint.row_plan import (
@@ -62,7 +62,9 @@ class CheckpointRestore:
     def __str__(self) -> str:
         lines = [str(self.restored)]
         if self.left_out:
-            lines.append(f"note: left out, it belongs to the tuned weights: {', '.join(self.left_out)}")
+            lines.append(
+                f"note: left out (training state, other checkpoints, what is no file): {', '.join(self.left_out)}"
+            )
         if self.undo:
             lines.append(
                 f"{self.output} was changed in place; `routeguard undo {self.output}` brings the old bytes back"
@@ -130,11 +132,14 @@ def restore_checkpoint(
     base_folder = local_folder(str(base))
     if base_folder.is_dir() and base_folder.resolve() == tuned.resolve():
         raise ValueError(f"BASE and TUNED are the same folder, {tuned}: there is nothing to bring back from it")
+    if base_folder.is_dir():
+        refuse_interrupted(base_folder)
     job = _plan(base_folder, tuned, mode, tuple(_listed(roles)), layers, norms, insist, progress)
     if target is None:
         refuse_unsafe_in_place(tuned, patched_files(job.patches))
         undo = patch_in_place(tuned, job.patches, job.facts)
         return CheckpointRestore(str(tuned), str(tuned), job.report, undo=str(undo))
+    refuse_interrupted(tuned)
     files, left_out = files_to_copy(tuned)
     total = sum((tuned / file).stat().st_size for file in files)
     done = 0
