@@ -82,7 +82,7 @@ def as_haystack(source: Any = None) -> Haystack:
 
 @lru_cache(maxsize=1)
 def builtin_prose() -> Haystack:
-    """The running prose of Python's own manual (`pydoc_data.topics`): about 30,000 words, no download."""
+    """The running prose of Python's own manual (`pydoc_data.topics`): about 22,000 words, no download."""
     from pydoc_data.topics import topics
 
     words: list[str] = []
