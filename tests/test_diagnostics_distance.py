@@ -14,8 +14,10 @@ from transformers.masking_utils import AttentionMaskInterface, flash_attention_m
 from routeguard.diagnostics import distance as distance_module
 from routeguard.diagnostics.attention_call import AttentionCall
 from routeguard.diagnostics.attention_rows import attention_rows, mean_distances
+from routeguard.diagnostics.capture import captured_calls
 from routeguard.diagnostics.distance import attention_distance
 from routeguard.diagnostics.distance_change import distance_change
+from routeguard.diagnostics.running import chosen_attention
 from tests.attention_reference import full_distances, sharpened
 from tests.zoo.build import build, example_inputs
 
@@ -53,6 +55,24 @@ def test_every_query_agrees_with_the_full_matrix(name: str) -> None:
     assert worst_error(dict(measured.values), full_distances(model, input_ids)) < 0.005
     spread = max(float(values.std()) for values in measured.values.values())
     assert spread > 0.5  # the heads do differ: agreement is not that of uniform attention
+
+
+@pytest.mark.parametrize("name", ["granite_swa", "gpt_oss", "gemma2", "kimi_linear", "qwen3_next"])
+def test_rows_times_values_are_what_the_attention_function_returns(name: str) -> None:
+    """Also where returned weights are not all of it: granite_swa scales the output by its sinks."""
+    model, input_ids = sharp(name)
+    positions = [0, 5, 11, 23]
+    errors = []
+
+    def visit(call: AttentionCall, result: torch.Tensor | None) -> None:
+        assert result is not None
+        values = call.value.repeat_interleave(call.num_heads // call.value.shape[1], dim=1)
+        found = attention_rows(call, positions) @ values
+        errors.append(float((found - result[:, :, positions]).abs().max() / result.abs().max()))
+
+    with torch.no_grad(), captured_calls(model, chosen_attention(model, None), visit):
+        model(input_ids=input_ids, use_cache=False)
+    assert errors and max(errors) < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_layers_and_heads_against_zeroed_output_weights(attention: str) -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_both_attention_layers_of_the_demo_carry_its_recall() -> None:
+def test_one_attention_layer_of_the_demo_carries_its_recall() -> None:
     model, tokenizer = load_model(), load_tokenizer()
     ranking = layer_importance(model, lambda m: evaluate.recall(m, tokenizer, 128, num_samples=2))
     assert ranking.full["score"] > 0.9

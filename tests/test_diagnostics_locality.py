@@ -28,15 +28,23 @@ def exponential(width: float, lags: int) -> DecayCurve:
 def test_lengths_are_read_off_the_curve_and_beyond_it_off_the_fit() -> None:
     curve = exponential(20.0, 200)
     inside, outside = _reach(curve, 40), _reach(curve, 400)
-    assert inside.measured and inside.share == pytest.approx(math.exp(-39 / 20), rel=0.05)
-    assert not outside.measured and outside.share == pytest.approx(math.exp(-399 / 20), rel=1e-6)
+    assert inside.measured and inside.share == pytest.approx(math.exp(-(40 - 16.5) / 20), rel=0.05)
+    assert not outside.measured and outside.share == pytest.approx(math.exp(-(400 - 16.5) / 20), rel=1e-2)
 
 
 def test_the_curve_decides_where_it_is_not_exponential() -> None:
     steps = np.arange(200)
     heavy = np.exp(-steps / 5) + 0.2  # falls fast, then stays
     curve = DecayCurve(steps, np.tile(heavy, (3, 1)), np.ones((3, 200)), np.zeros(200))
-    assert _reach(curve, 150).share == pytest.approx(0.2 / heavy[1], rel=0.01)
+    assert _reach(curve, 150).share == pytest.approx(0.2 / np.median(heavy[1:33]), rel=0.01)
+
+
+def test_a_text_that_never_repeats_a_token_at_once() -> None:
+    steps = np.arange(1, 200)
+    values = np.exp(-steps / 30)
+    values[0], values[4] = -0.5, 50.0
+    curve = DecayCurve(steps, np.tile(values, (3, 1)), np.ones((3, 199)), np.zeros(199))
+    assert _reach(curve, 60).share == pytest.approx(math.exp(-(60 - 16.5) / 30), rel=0.1)
 
 
 def test_report_without_a_model() -> None:

@@ -92,10 +92,13 @@ class ImportanceRanking:
         shown = self.ranking[:40]
         figure, axes = new_figure(width=6.4, height=max(1.8, 0.24 * len(shown) + 1.1))
         rows = range(len(shown))
-        axes.barh(rows, [entry.importance for entry in shown], color=COLOURS[0], height=0.7)
+        values = [entry.importance for entry in shown]
+        axes.barh(rows, values, color=COLOURS[0], height=0.7)
         axes.set_yticks(rows, [entry.name for entry in shown], fontsize=8)
         axes.invert_yaxis()
         axes.axvline(0, color="black", linewidth=0.8)
+        axes.set_xlim(min(-0.05, 1.1 * min(values)), max(0.1, 1.1 * max(values)))  # nothing is made to look like much
+        axes.locator_params(axis="x", nbins=6)
         axes.set_xlabel("score lost without it")
         mean = sum(self.full.values()) / len(self.full)
         axes.set_title(f"Importance (the whole model scores {mean:.2f})", fontsize=10, loc="left")

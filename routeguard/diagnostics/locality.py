@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 THRESHOLD = 0.01
+_NEAR_TOKENS = 32
 _NEARBY = 0.1  # a curve is read at a length as its mean over lags within this share of it
 
 
@@ -31,7 +32,8 @@ class Reach:
 
     Attributes:
         length: distance in tokens.
-        share: of the curve's value at one token, 0 to 1 (nan where neither measured nor fitted).
+        share: of what is usual nearby (the median of the positive values at 1 to 32 tokens); from 0, may exceed 1; nan
+            where neither measured nor fitted.
         measured: read off the curve; otherwise from the exponential fit, which is a guess beyond the measured lags.
     """
 
@@ -93,7 +95,7 @@ class LocalityReport:
         lines.append(f"W_data  {self.data_width or 'no fit'}")
         if self.gradient is not None:
             lines.append(f"W_grad  {self.gradient_width or 'no fit'}")
-        lines.append(f"{source} at a distance, as a share of that at one token:")
+        lines.append(f"{source} at a distance, as a share of what is usual at 1 to 32 tokens:")
         for reach in self.reaches:
             how = "" if reach.measured else "  by the fit, beyond what was measured"
             verdict = f"  below {self.threshold:.0%}: not reinforced" if reach.share < self.threshold else ""
@@ -134,7 +136,7 @@ def locality(
             packed end to end); without, the data's own autocorrelation stands in for it, which is a guess.
         labels: like documents, −100 where the loss does not count (prompts, tool output). Default: every token counts.
         lengths: distances in tokens to report on.
-        threshold: share of the signal at one token below which a distance counts as not reinforced, default 0.01.
+        threshold: share of the usual nearby signal below which a distance counts as not reinforced, default 0.01.
         normalisation: of the autocorrelation that W_data is fitted to, default "covariance".
         max_lag: of the autocorrelation, default 512.
         sequence_tokens: length of the packed sequences, default 1024.
@@ -180,12 +182,14 @@ def packed(documents: Sequence[Sequence[int]], num_tokens: int, num_sequences: i
 
 def _reach(curve: DecayCurve, length: int) -> Reach:
     values = curve.values
-    first = float(values[np.searchsorted(curve.lags, 1)])
+    # Not the value at one token, nor the largest: a text may never repeat a token at once, and single lags stand out.
+    nearby = values[(curve.lags >= 1) & (curve.lags <= _NEAR_TOKENS) & (curve.counts.sum(0) > 0)]
+    usual = float(np.median(nearby[nearby > 0])) if (nearby > 0).any() else math.nan
     near = (curve.lags >= length * (1 - _NEARBY)) & (curve.lags <= length * (1 + _NEARBY)) & (curve.counts.sum(0) > 0)
     if length <= curve.lags[-1] and near.any():
-        return Reach(length, max(float(values[near].mean()) / first, 0.0), True)
+        return Reach(length, max(float(values[near].mean()) / usual, 0.0), True)
     fit = _fit(curve)
-    return Reach(length, math.nan if fit is None else min(fit.at(length) / first, 1.0), False)
+    return Reach(length, math.nan if fit is None else fit.at(length) / usual, False)
 
 
 def _fit(curve: DecayCurve) -> DecayFit | None:
