@@ -27,7 +27,7 @@ _OTHER_CHECKPOINT = re.compile(r"^(checkpoint-\d+|global_step\d+|pytorch_model_f
 
 
 def files_to_copy(tuned: Path) -> tuple[list[Path], list[str]]:
-    """The files of a checkpoint (relative), and what stays behind: training state, other checkpoints, what is no file."""
+    """The files of a checkpoint (relative), and what stays behind: training state, other checkpoints, no files."""
     kept: list[Path] = []
     left_out: list[str] = []
     for path in sorted(tuned.iterdir()):
