@@ -1,6 +1,7 @@
 """Restoring a checkpoint on disk beside copying it: `python -m benchmarks.checkpoint_restore [--gigabytes 0.5 8]`.
 
-A hybrid checkpoint of the asked size (lfm2's names, bfloat16, routing 1 to 2 %) is written, and then, each in a
+A hybrid checkpoint of the asked size (lfm2's names, bfloat16, routing 1 to 2 %) is written, a BASE with other routing
+rows beside it, and then, each in a
 process of its own and with a warm cache: `cp -r`; `cp -r` and fsync of every file, which is the floor; our restore into
 a copy and in place; and, if `--mergekit PATH/TO/mergekit-yaml` is given, the same with mergekit. `checkpoint_drift` is
 run with the files dropped from the cache, beside a plain read of as many bytes. Peaks include the 9 MiB of a launcher.
@@ -23,6 +24,10 @@ from statistics import median
 
 import numpy as np
 
+from routeguard import find_routes
+from routeguard.storage.folder import stored_checkpoint
+from routeguard.storage.header import read_header
+from routeguard.storage.row_bytes import write_rows
 from routeguard.storage.writer import Outgoing, write_safetensors
 
 SHARD_BYTES = 2 * 10**9
@@ -96,6 +101,26 @@ def make_checkpoint(folder: Path, gigabytes: float, *, seed: int, shard_bytes: i
     return total, routing
 
 
+def make_base(tuned: Path, base: Path) -> None:
+    """The start of a checkpoint: its own routing rows, and holes where nothing is read, so that it takes no cache."""
+    base.mkdir()
+    for path in tuned.iterdir():
+        if path.suffix != ".safetensors":
+            shutil.copy(path, base / path.name)
+            continue
+        header = read_header(path)
+        with path.open("rb") as source, (base / path.name).open("wb") as target:
+            target.write(source.read(header.data_start))
+            target.truncate(path.stat().st_size)
+    block = np.random.default_rng(1).normal(0, 0.02, _BLOCK // 2).astype(np.float32)
+    data = (block.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    stored = stored_checkpoint(base)
+    for route in find_routes(base):
+        tensor = stored[route.parameter]
+        with tensor.file.open("r+b") as stream:
+            write_rows(stream, tensor, route.rows, route.dim, _filled(data, tensor.shape))
+
+
 def _filled(block: bytes, shape: Sequence[int]) -> list[bytes]:
     left = 2 * int(np.prod(shape))
     return [block[: min(len(block), left - at)] for at in range(0, left, len(block))]
@@ -166,15 +191,14 @@ def mergekit_recipe(base: Path, tuned: Path) -> str:
 def compare(gigabytes: float, rounds: int, mergekit: Path | None, place: Path) -> None:
     """Print every figure for one size."""
     base, tuned, out = place / "base", place / "tuned", place / "out"
-    total, routing = make_checkpoint(base, gigabytes, seed=0)
-    make_checkpoint(tuned, gigabytes, seed=1)
+    total, routing = make_checkpoint(tuned, gigabytes, seed=0)
+    make_base(tuned, base)
     headers = 2 * sum(_header_bytes(file) for file in tuned.iterdir())
     print(f"\n{total / 1e9:.2f} GB in {len(list(tuned.glob('*.safetensors')))} shards, routing {routing / 1e6:.1f} MB")
     cli = [sys.executable, "-m", "routeguard.cli.main"]
     found: dict[str, list[Run]] = {"cp": [], "cp, fsync": [], "restore --out": [], "restore --in-place": [], "undo": []}
     for _ in range(rounds):
-        for folder in (base, tuned):
-            warm(folder)
+        warm(tuned)
         os.sync()
         found["cp"].append(run(["cp", "-r", tuned, out]))
         shutil.rmtree(out)

@@ -7,7 +7,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,12 +55,19 @@ def write_copy(tuned: Path, out: Path, patches: Sequence[Patch], facts: dict[str
     """
     files, _ = files_to_copy(tuned)
     with _whole_or_nothing(out) as beside, ThreadPoolExecutor(1) as background:
-        flushed, ways = [], set()
+        flushed: list[Future[None]] = []
+        ways = set()
         for file in files:
             target = beside / file
             target.parent.mkdir(parents=True, exist_ok=True)
-            ways.add(copy_file(tuned / file, target, advance))
-            flushed.append(background.submit(sync, target))  # while the next one is copied
+
+            def copied(count: int, target: Path = target) -> None:
+                if not flushed or flushed[-1].done():  # the disk writes while the copy goes on
+                    flushed.append(background.submit(sync, target))
+                advance(count)
+
+            ways.add(copy_file(tuned / file, target, copied))
+            flushed.append(background.submit(sync, target))
         apply_patches(patches, folder=beside)
         record_restore(beside, facts)
         for done in flushed:

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-_CHUNK = 64 * 2**20
+_CHUNK = 32 * 2**20
 _FICLONE = 0x40049409  # ioctl of Linux: make one file share the blocks of another
 # What a kernel answers where a file system, or a pair of them, cannot do it.
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EBADF}
