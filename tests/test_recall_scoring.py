@@ -17,7 +17,7 @@ from routeguard.recall.logits import last_logits, takes_prompts_in_pieces
 from routeguard.recall.outcome import judge, string_score
 from routeguard.recall.registry import find_task
 from routeguard.recall.sample import Sample, build_sample
-from tests.recall_tokenizers import byte_bpe
+from tests.recall_tokenizers import byte_bpe, characters
 from tests.standins import hypenet
 from tests.zoo.build import build
 
@@ -217,6 +217,18 @@ def test_several_values_are_scored_each() -> None:
     assert score.token_accuracy == pytest.approx(1 - 1 / of_values)
     assert score.nll == pytest.approx(20 / of_values, rel=1e-3)
     assert target[len(sample.prompt_ids) + wrong] != 5
+
+
+def test_a_blank_of_its_own_is_no_part_of_a_value() -> None:
+    """Gemma and others write ` 1` as two tokens; a model that would write a colon there still knows the value."""
+    tokenizer = characters()
+    sample = build_sample(find_task("niah_single_1"), Encoder(tokenizer), length_tokens=420, depth=0.5, index=0,
+                          haystack=builtin_prose())  # fmt: skip
+    assert sample.spans == ((1, 8),) and tokenizer.decode(sample.answer_ids) == f" {sample.values[0]}"
+    merged = build_sample(find_task("niah_single_1"), Encoder(byte_bpe()), length_tokens=420, depth=0.5, index=0,
+                          haystack=builtin_prose())  # fmt: skip
+    first = byte_bpe().decode(merged.answer_ids[: merged.spans[0][0] + 1])
+    assert first.strip() and first.strip() == merged.values[0][: len(first.strip())]
 
 
 # -- intervals -----------------------------------------------------------------------------------------------------

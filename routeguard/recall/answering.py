@@ -21,8 +21,9 @@ def answer_forced(
 ) -> list[SampleScore]:
     """Score samples whose prompts have one length, in one forward pass that keeps the answers' logits only.
 
-    A value is right when each of its tokens is ranked first, given the true answer before it: greedy decoding would
-    write it. Where several values are asked for, they are expected in the order of the reference answer.
+    A value is right when each of its tokens is ranked first, given the true answer before it (and the blank before
+    it, where that is a token of its own): greedy decoding would go on with it.
+    Where several values are asked for, they are expected in the order of the reference answer.
 
     Args:
         model: in evaluation mode.

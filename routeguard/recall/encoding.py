@@ -46,7 +46,10 @@ class Encoder:
         return ids[: len(ids) - self._num_after] if self._num_after and not self.chat else ids
 
     def answer_ids(self, prompt: str, values: Sequence[str], joiner: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids of ` a, b, and c` as they follow `prompt`, and where each value stands among them."""
+        """Token ids of ` a, b, and c` as they follow `prompt`, and where each value stands among them.
+
+        A blank that is a token of its own is no part of a value.
+        """
         text = prompt.rsplit("\n", 1)[-1]
         seen = self._plain(text)
         ids: list[int] = []
@@ -61,9 +64,17 @@ class Encoder:
                 new = whole[len(seen) :] if whole[: len(seen)] == seen else self._plain(piece)
                 seen = whole
                 if piece is not before:
-                    spans.append((len(ids), len(ids) + len(new)))
+                    blanks = self._num_blank(new)
+                    spans.append((len(ids) + blanks, len(ids) + len(new)))
                 ids += new
         return ids, spans
+
+    def _num_blank(self, ids: Sequence[int]) -> int:
+        """How many tokens at the beginning are nothing but blanks."""
+        blanks = 0
+        while blanks < len(ids) - 1 and not self.tokenizer.decode([ids[blanks]]).strip():
+            blanks += 1
+        return blanks
 
     def _plain(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
