@@ -101,3 +101,16 @@ def test_two_modules_of_one_layer_have_their_own_geometry() -> None:
     modules = {routes.geometry_of(route).module for route in first}
     assert modules == {"model.layers.0.self_attn.0", "model.layers.0.self_attn.1"}
     assert all(route.parameter.startswith(routes.geometry_of(route).module) for route in routes)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "phi3"])
+def test_the_module_under_an_adapter_is_the_attention_module(name: str) -> None:
+    peft = pytest.importorskip("peft")
+    model = build(name)
+    plain = find_routes(model).attention
+    targets = ["qkv_proj"] if name == "phi3" else ["q_proj", "k_proj"]
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets))
+    routes = find_routes(wrapped)
+    assert [layer.module for layer in routes.attention] == [f"base_model.model.{layer.module}" for layer in plain]
+    for route in routes:
+        assert route.parameter.startswith(f"{routes.geometry_of(route).module}.")

@@ -140,9 +140,9 @@ class _Calls(TorchFunctionMode):
 def module_name(model: nn.Module, geometry: AttentionLayer) -> str:
     """Name of the module that computes the attention of a layer.
 
-    Adapters rename what it holds, and layers that share parameters are listed under the module of the first of them.
+    Layers that share parameters are listed under the module of the first of them.
     """
-    name = re.sub(r"\.\w+\.base_layer\b.*$", "", geometry.module)
+    name = geometry.module
     own = re.sub(r"\.\d+(?=\.|$)", f".{geometry.layer}", name, count=1)
     try:
         same = type(model.get_submodule(own)) is type(model.get_submodule(name))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from routeguard.routes.block import Block, TensorInfo, UnknownLayoutError
 from routeguard.routes.config import Config
+from routeguard.routes.names import canonical_name
 
 Layers = dict[int, dict[str, TensorInfo]]  # layer index to {name inside the layer: tensor}
 
@@ -121,4 +122,8 @@ def _in_module(name: str, aliases: Mapping[str, str]) -> str:
 def _module_name(inside: Mapping[str, TensorInfo], prefix: str) -> str:
     """The module's name as the model has it: what a parameter's full name has before its name inside the module."""
     local, info = next(iter(inside.items()))
-    return info.name.removesuffix(local).removesuffix(".") or prefix.removesuffix(".")
+    segments = info.name.split(".")
+    for at in reversed(range(len(segments))):  # wrappers put segments of their own between (`q_proj.base_layer.weight`)
+        if canonical_name(".".join(segments[at:])) == local:
+            return ".".join(segments[:at])
+    return prefix.removesuffix(".")
