@@ -10,16 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
-from routeguard.cli.shared import clear_errors, parse_layers, parse_roles
+from routeguard.cli.shared import AsJson, Layers, Norms, clear_errors, parse_layers, parse_roles
 
 checkpoints = typer.Typer(rich_markup_mode=None)
 
 Base = Annotated[str, typer.Argument(help="What the tuning started from: a folder, a Hub model id, a guard's sidecar.")]
 Tuned = Annotated[Path, typer.Argument(help="The tuned checkpoint or adapter folder.")]
 Roles = Annotated[str, typer.Option("--roles", help="query,key by default; for ablations also value and output.")]
-Layers = Annotated[str | None, typer.Option("--layers", help="Only these layers, for example 3,7,11.")]
-Norms = Annotated[bool, typer.Option("--norms", help="Also the gains of query and key norms.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Insist = Annotated[bool, typer.Option("--insist", help="Go on although the check that refuses says no.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from routeguard.cli.shared import clear_errors, parse_layers
+from routeguard.cli.shared import AsJson, Layers, clear_errors, parse_layers
 
 diagnose = typer.Typer(
     name="diagnose",
@@ -21,9 +21,7 @@ Before = Annotated[Path | None, typer.Option("--before", help="The starting chec
 TextFile = Annotated[Path | None, typer.Option("--text", help="Text file to measure on. Default: built-in prose.")]
 Tokens = Annotated[int, typer.Option("--tokens", help="Length of a sequence in tokens.")]
 Sequences = Annotated[int, typer.Option("--sequences", help="How many sequences.")]
-Layers = Annotated[str | None, typer.Option("--layers", help="Only these layers, for example 3,7,11.")]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Write the picture to this file (.png, .pdf, .svg).")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 @diagnose.command()

@@ -14,7 +14,7 @@ import typer
 from routeguard.cli.checkpoints import checkpoints
 from routeguard.cli.diagnose import diagnose, locality
 from routeguard.cli.recall import gate, recall
-from routeguard.cli.shared import clear_errors, parse_layers
+from routeguard.cli.shared import AsJson, Layers, Norms, clear_errors, parse_layers
 
 app = typer.Typer(
     name="routeguard",
@@ -29,9 +29,6 @@ app.command()(locality)
 app.command()(recall)
 app.command()(gate)
 
-Layers = Annotated[str | None, typer.Option("--layers", help="Only these layers, for example 3,7,11.")]
-Norms = Annotated[bool, typer.Option("--norms", help="Also the gains of query and key norms.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Everything = Annotated[bool, typer.Option("--all", help="Every mode, not only unguarded, guarded and restored.")]
 Seeds = Annotated[int, typer.Option(min=1, help="Runs with different seeds; the table then shows mean and range.")]
 Output = Annotated[Path, typer.Option(help="Folder for the table (JSON), the plot and the runs.")]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from routeguard.cli.shared import clear_errors
+from routeguard.cli.shared import AsJson, clear_errors
 
 if TYPE_CHECKING:
     from routeguard.recall.result import RecallResult
@@ -22,7 +22,6 @@ Reserve = Annotated[int | None, typer.Option("--reserve", help="Tokens kept for 
 Batch = Annotated[int, typer.Option("--batch-tokens", min=1, help="Most tokens in one forward pass.")]
 Prefill = Annotated[int | None, typer.Option("--prefill", help="Read prompts in pieces of this many tokens.")]
 Folder = Annotated[Path | None, typer.Option("--output", help="Folder for recall.json and recall.png; resumable.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 @clear_errors

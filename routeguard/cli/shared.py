@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from routeguard.routes.collection import Role
 from routeguard.routes.resolve import check_roles
+
+Layers = Annotated[str | None, typer.Option("--layers", help="Only these layers, for example 3,7,11.")]
+Norms = Annotated[bool, typer.Option("--norms", help="Also the gains of query and key norms.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
