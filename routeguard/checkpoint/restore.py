@@ -31,6 +31,7 @@ from routeguard.protect.modes import Interpolate, QKPro, QKRestore, Restoration,
 from routeguard.restoration.meaning import check_same_meaning, meaning_of_config
 from routeguard.restoration.report import RestoreReport, describe_method
 from routeguard.routes.collection import ROUTING_ROLES, Role, Routes
+from routeguard.routes.heads import Heads, select_heads
 from routeguard.routes.resolve import resolve
 from routeguard.storage.folder import checkpoint_config, is_adapter, stored_checkpoint
 from routeguard.storage.hub import local_folder
@@ -92,6 +93,7 @@ def restore_checkpoint(
     method: str | Restoration = "qk",
     roles: Iterable[Role] = ROUTING_ROLES,
     layers: Iterable[int] | None = None,
+    heads: Heads | None = None,
     norms: bool = False,
     insist: bool = False,
     progress: Progress = no_progress,
@@ -111,6 +113,7 @@ def restore_checkpoint(
             objects `QKRestore()`, `QKPro(ridge=…)`, `Interpolate(alpha=…)`. Default "qk".
         roles: "query", "key", and for ablations "value" and "output". Default: query and key.
         layers: only these decoder layers. Default: every full-attention layer.
+        heads: only these query heads and the key heads that serve them, `{layer: [heads]}`. Default: all.
         norms: also the gains of query and key norms. Default: no (as in the paper).
         insist: go on although the two differ in what gives the weights their meaning. Default: no.
         progress: called as the work goes, with its stage ("comparing", "computing" or "copying"), what is done, and
@@ -134,7 +137,7 @@ def restore_checkpoint(
         raise ValueError(f"BASE and TUNED are the same folder, {tuned}: there is nothing to bring back from it")
     if base_folder.is_dir():
         refuse_interrupted(base_folder)
-    job = _plan(base_folder, tuned, mode, tuple(_listed(roles)), layers, norms, insist, progress)
+    job = _plan(base_folder, tuned, mode, tuple(_listed(roles)), layers, heads, norms, insist, progress)
     if target is None:
         refuse_unsafe_in_place(tuned, patched_files(job.patches))
         undo = patch_in_place(tuned, job.patches, job.facts)
@@ -174,6 +177,7 @@ def _plan(
     mode: Restoration,
     roles: tuple[Role, ...],
     layers: Iterable[int] | None,
+    heads: Heads | None,
     norms: bool,
     insist: bool,
     progress: Progress,
@@ -181,6 +185,10 @@ def _plan(
     if is_adapter(tuned):
         from routeguard.checkpoint.adapter_rows import plan_adapter
 
+        if heads is not None:
+            raise ValueError(
+                "heads= is for whole weights: merge the adapter (merge_and_unload), restore the merged model"
+            )
         patches, report, records = plan_adapter(tuned, open_start(base), mode, roles, layers, norms)
         return _Job(patches, report, _facts(base, tuned, report, records))
     config = checkpoint_config(tuned)
@@ -189,6 +197,8 @@ def _plan(
     with warnings.catch_warnings():  # a pure softmax model is worth a note here, not a warning
         warnings.simplefilter("ignore", UserWarning)
         routes = resolve(config, stored, roles=roles, norms=norms, layers=layers)
+    if heads is not None:
+        routes = select_heads(routes, heads)
     start = open_start(base)
     meaning_notes = _compare_meaning(config, stored, routes, start, insist=insist)
     rows = plan_rows(stored, routes, start)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from routeguard.cli.shared import AsJson, Layers, Norms, clear_errors, parse_layers, parse_roles
+from routeguard.cli.shared import AsJson, Layers, Norms, clear_errors, parse_heads, parse_layers, parse_roles
 
 checkpoints = typer.Typer(rich_markup_mode=None)
 
@@ -33,6 +33,7 @@ def restore(
     alpha: Annotated[float | None, typer.Option(help="Of interpolate, 0 to 1. Default 0.5.")] = None,
     roles: Roles = "query,key",
     layers: Layers = None,
+    heads: Annotated[str | None, typer.Option("--heads", help="Only these query heads: 3:0,2 or 3:0,2;7:1.")] = None,
     norms: Norms = False,
     insist: Insist = False,
     quiet: Quiet = False,
@@ -50,6 +51,7 @@ def restore(
             method=_method(method, ridge, alpha),
             roles=parse_roles(roles),
             layers=parse_layers(layers),
+            heads=parse_heads(heads),
             norms=norms,
             insist=insist,
             progress=progress,

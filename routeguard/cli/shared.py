@@ -45,6 +45,17 @@ def parse_layers(text: str | None) -> list[int] | None:
         raise ValueError(f"--layers {text!r} is not a list of layer indices like 3,7,11") from None
 
 
+def parse_heads(text: str | None) -> dict[int, list[int]] | None:
+    """Turn "3:0,2;7:1" into {3: [0, 2], 7: [1]}; None stays None. Raises ValueError for anything else."""
+    if text is None:
+        return None
+    try:
+        parts = [part.split(":") for part in text.split(";")]
+        return {int(layer): [int(head) for head in heads.split(",")] for layer, heads in parts}
+    except ValueError:
+        raise ValueError(f"--heads {text!r} is not of the form 3:0,2;7:1 (layer:heads;layer:heads)") from None
+
+
 def parse_roles(text: str) -> tuple[Role, ...]:
     """Turn "query,key" into ("query", "key"). Raises ValueError, naming the choices, for anything else."""
     return check_roles(part.strip() for part in text.split(","))  # type: ignore[misc]

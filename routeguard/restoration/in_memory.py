@@ -21,6 +21,7 @@ from routeguard.restoration.report import LayerRestore, RestoreReport, describe_
 from routeguard.restoration.sources import ReferenceSource
 from routeguard.routes.collection import ROUTING_ROLES, Role, Route, Routes
 from routeguard.routes.find import find_routes
+from routeguard.routes.heads import Heads
 from routeguard.routes.in_memory import is_quantised
 
 
@@ -39,6 +40,7 @@ def restore(
     method: str | Restoration = "qk",
     roles: Iterable[Role] = ROUTING_ROLES,
     layers: Iterable[int] | None = None,
+    heads: Heads | None = None,
     norms: bool = False,
     insist: bool = False,
     routes: Routes | None = None,
@@ -52,9 +54,10 @@ def restore(
             objects `QKRestore()`, `QKPro(ridge=…)`, `Interpolate(alpha=…)`. Default "qk".
         roles: "query", "key", and for ablations "value" and "output". Default: query and key.
         layers: only these decoder layers. Default: every full-attention layer.
+        heads: only these query heads and the key heads that serve them, `{layer: [heads]}`. Default: all.
         norms: also the gains of query and key norms. Default: no (as in the paper).
         insist: go on although the two models differ in what gives the weights their meaning. Default: no.
-        routes: routes of `model`, if at hand; `roles`, `layers` and `norms` are then taken from them.
+        routes: routes of `model`, if at hand; `roles`, `layers`, `heads` and `norms` are then taken from them.
 
     Returns:
         A `RestoreReport`: per layer the tensors, rows, drift before, bytes changed; and notes.
@@ -63,7 +66,7 @@ def restore(
         ValueError: another model, missing tensors, NaN, merged adapters, an adapter whose start the reference does not
             hold, a layer where QK-Pro is not defined, parameters split over processes. The model is then unchanged.
     """
-    changes, report = _plan(model, reference, method, roles, layers, norms, insist, routes)
+    changes, report = _plan(model, reference, method, roles, layers, heads, norms, insist, routes)
     _write(changes)
     return report
 
@@ -76,6 +79,7 @@ def restored(
     method: str | Restoration = "qk",
     roles: Iterable[Role] = ROUTING_ROLES,
     layers: Iterable[int] | None = None,
+    heads: Heads | None = None,
     norms: bool = False,
     insist: bool = False,
     routes: Routes | None = None,
@@ -84,7 +88,7 @@ def restored(
 
     Arguments and errors are those of `restore`. The tuned rows come back on exceptions too.
     """
-    changes, report = _plan(model, reference, method, roles, layers, norms, insist, routes)
+    changes, report = _plan(model, reference, method, roles, layers, heads, norms, insist, routes)
     tuned = [
         replace(change, values=take_rows(change.held.parameter.detach(), change.held.rows, change.held.dim).clone())
         for change in changes
@@ -109,6 +113,7 @@ def _plan(
     method: str | Restoration,
     roles: Iterable[Role],
     layers: Iterable[int] | None,
+    heads: Heads | None,
     norms: bool,
     insist: bool,
     routes: Routes | None,
@@ -118,7 +123,7 @@ def _plan(
     if mode is None:
         raise ValueError("method=None restores nothing; choose 'qk', 'qk_pro' or 'interpolate'")
     if routes is None:
-        routes = find_routes(model, roles=roles, layers=layers, norms=norms)
+        routes = find_routes(model, roles=roles, layers=layers, heads=heads, norms=norms)
     if isinstance(mode, QKPro):
         refuse_other_roles(routes)
     refuse_merged(model, routes.routes)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from routeguard.routes.block import UnknownLayoutError
 from routeguard.routes.collection import ROUTING_ROLES, Role, Routes
+from routeguard.routes.heads import Heads, select_heads
 from routeguard.routes.notes import warn_if_pure_softmax
 from routeguard.routes.resolve import resolve
 
@@ -24,6 +25,7 @@ def find_routes(
     roles: Iterable[Role] = ROUTING_ROLES,
     norms: bool = False,
     shared: bool = False,
+    heads: Heads | None = None,
     probe: bool = False,
 ) -> Routes:
     """Find the query and key rows of the full-attention layers.
@@ -36,6 +38,8 @@ def find_routes(
         roles: "query", "key", and for ablations "value" and "output". Default: query and key.
         norms: also the gains of query and key norms, and other vectors that shape the logits. Default: no.
         shared: also rows that feed the values too (MLA latents, tied keys and values). Default: only pure rows.
+        heads: only these query heads, and the key heads that serve them: `{layer: [heads]}`, other layers are left out
+            (a ranking of heads, for instance). Default: all heads.
         probe: find the rows by the autograd probe (a forward and backward pass over a few random tokens) instead of
             the table; for classes that the table does not know. Needs a model in memory with real weights.
 
@@ -57,9 +61,9 @@ def find_routes(
         routes = routes_from_probe(model, **options)
     else:
         routes = find_in_memory(model, options)
-    if layers is None:
+    if layers is None and heads is None:
         warn_if_pure_softmax(routes)
-    return routes
+    return routes if heads is None else select_heads(routes, heads)
 
 
 def find_on_disk(path: Path, options: dict[str, Any]) -> Routes:
