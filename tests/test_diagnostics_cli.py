@@ -55,7 +55,7 @@ def test_distance_before_after_restored(text: Path, tuned: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["/nowhere"], "is not a folder with a checkpoint"),
+        (["/nowhere"], "is not a folder; give a model or adapter folder"),
         ([str(WEIGHTS), "--text", "/nowhere.txt"], "is not a file"),
         ([str(WEIGHTS), "--tokens", "9999999"], "Ask for less, or give more text"),
         ([str(WEIGHTS), "--layers", "x"], "is not a list of layer indices"),
@@ -129,7 +129,7 @@ def test_formats_of_data_give_the_same_tokens(tmp_path: Path) -> None:
         ('{"text": "a"}', [], "give --tokenizer FOLDER or --model FOLDER"),
         ("{broken", ["--tokenizer", str(WEIGHTS)], "is not JSONL"),
         ("[1]", ["--tokenizer", str(WEIGHTS)], "holds no list of samples"),
-        ('{"text": "river"}', ["--tokenizer", str(WEIGHTS), "--lengths", "x"], "not a list of token counts"),
+        ('{"text": "river"}', ["--tokenizer", str(WEIGHTS), "--lengths", "x"], "not a list of lengths like"),
     ],
 )
 def test_locality_errors(tmp_path: Path, content: str, arguments: list[str], message: str) -> None:
@@ -147,3 +147,22 @@ def test_picture_of_a_head(text: Path, tuned: Path, tmp_path: Path) -> None:
     assert list(parsed["states"]) == ["before", "after", "restored"]
     assert parsed["states"]["restored"] == parsed["states"]["before"] != parsed["states"]["after"]
     assert len(parsed["log_ratio"]) == 64
+
+
+def test_importance_names_the_layer_that_recall_hangs_on(tmp_path: Path) -> None:
+    arguments = [
+        "diagnose",
+        "importance",
+        str(WEIGHTS),
+        "--tasks",
+        "demo_needles",
+        "--lengths",
+        "256",
+        "--samples",
+        "4",
+    ]
+    parsed = json.loads(runner.invoke(app, [*arguments, "--json"]).stdout)
+    assert parsed["full"]["demo_needles"] > 0.9
+    assert parsed["ranking"][0]["layer"] == 2 and parsed["ranking"][0]["importance"] > 0.5
+    result = runner.invoke(app, [*arguments, "--heads", "--layers", "2", "--plot", str(tmp_path / "heads.png")])
+    assert result.exit_code == 0 and "layer 2 head 0" in result.output and (tmp_path / "heads.png").exists()

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from routeguard import RecallResult, measure_recall
 from routeguard.cli.main import app
-from routeguard.cli.recall import parse_lengths
+from routeguard.cli.shared import parse_lengths
 from routeguard.demo.model import WEIGHTS, build_model, load_model, load_tokenizer
 from routeguard.recall import measure as measure_module
 from tests.recall_tokenizers import characters

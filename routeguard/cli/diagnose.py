@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from routeguard.cli.shared import AsJson, Layers, clear_errors, parse_layers
+from routeguard.cli.shared import AsJson, Layers, clear_errors, load_model, parse_layers, parse_lengths
 
 diagnose = typer.Typer(
     name="diagnose",
@@ -42,13 +42,13 @@ def distance(
     from routeguard.diagnostics.distance_change import distance_change
     from routeguard.restoration.in_memory import restored
 
-    loaded, tokenizer = _load(model)
+    loaded, tokenizer = load_model(model)
     rows = _rows(tokenizer, text, tokens, sequences)
     options: dict[str, Any] = {"layers": parse_layers(layers), "num_queries": queries}
     if before is None:
         result: Any = attention_distance(loaded, rows, **options)
     else:
-        start, _ = _load(before)
+        start, _ = load_model(before)
         states = {"before": attention_distance(start, rows, **options)}
         states["after"] = attention_distance(loaded, rows, **options)
         with restored(loaded, start):
@@ -73,17 +73,44 @@ def picture(
     from routeguard.diagnostics.routing_picture import attention_map, routing_picture
     from routeguard.restoration.in_memory import restored
 
-    loaded, tokenizer = _load(model)
+    loaded, tokenizer = load_model(model)
     rows = _rows(tokenizer, text, tokens, 1)
     if before is None:
         states = {"": attention_map(loaded, rows, layer=layer, head=head)}
     else:
-        start, _ = _load(before)
+        start, _ = load_model(before)
         states = {"before": attention_map(start, rows, layer=layer, head=head)}
         states["after"] = attention_map(loaded, rows, layer=layer, head=head)
         with restored(loaded, start):
             states["restored"] = attention_map(loaded, rows, layer=layer, head=head)
     _show(routing_picture(states), json=json, plot=plot)
+
+
+@diagnose.command()
+@clear_errors
+def importance(
+    model: Model,
+    tasks: Annotated[str, typer.Option("--tasks", help="Recall tasks, as for `routeguard recall`.")] = "niah_single_2",
+    lengths: Annotated[str, typer.Option("--lengths", help="Context lengths in tokens, for example 1k,4k.")] = "2k",
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Samples for each task and length.")] = 20,
+    heads: Annotated[bool, typer.Option("--heads", help="Leave out one head at a time, not whole layers.")] = False,
+    layers: Layers = None,
+    plot: Plot = None,
+    json: AsJson = False,
+) -> None:
+    """Which full-attention layers (or heads) recall hangs on: leave each one out and measure again."""
+    from routeguard.diagnostics.importance import head_importance, layer_importance
+    from routeguard.recall.measure import measure_recall
+
+    loaded, tokenizer = load_model(model)
+    names, wanted = [name.strip() for name in tasks.split(",")], parse_lengths(lengths)
+
+    def score(candidate: Any) -> dict[str, float]:
+        result = measure_recall(candidate, tokenizer, tasks=names, lengths=wanted, num_samples=samples)
+        return {name: result.accuracy(task=name) for name in result.tasks}
+
+    rank = head_importance if heads else layer_importance
+    _show(rank(loaded, score, layers=parse_layers(layers)), json=json, plot=plot)
 
 
 @diagnose.command()
@@ -124,7 +151,7 @@ def locality(
 
     if tokenizer is None and model is None:
         raise ValueError("give --tokenizer FOLDER or --model FOLDER: the data must become tokens")
-    loaded, found = _load(model) if model is not None else (None, None)
+    loaded, found = load_model(model) if model is not None else (None, None)
     if tokenizer is not None or found is None:
         from transformers import AutoTokenizer
 
@@ -142,27 +169,6 @@ def locality(
         num_sequences=sequences,
     )
     _show(report, json=json, plot=plot)
-
-
-def parse_lengths(text: str) -> list[int]:
-    """Turn "512,4k" into [512, 4096]. Raises ValueError for anything else."""
-    try:
-        parts = [part.strip().lower() for part in text.split(",")]
-        return [int(part[:-1]) * 1024 if part.endswith("k") else int(part) for part in parts]
-    except ValueError:
-        raise ValueError(f"--lengths {text!r} is not a list of token counts like 512,4k,32k") from None
-
-
-def _load(path: Path) -> tuple[Any, Any]:
-    """Model and tokenizer of a folder, on the accelerator if there is one. Never runs code of the folder."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    if not path.is_dir():
-        raise ValueError(f"{path} is not a folder with a checkpoint")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").to(device).eval()
-    return model, AutoTokenizer.from_pretrained(path)
 
 
 def _rows(tokenizer: Any, text: Path | None, tokens: int, sequences: int) -> Any:

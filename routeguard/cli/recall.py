@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from routeguard.cli.shared import AsJson, clear_errors
+from routeguard.cli.shared import AsJson, clear_errors, load_model, parse_lengths
 
 if TYPE_CHECKING:
     from routeguard.recall.result import RecallResult
@@ -47,7 +47,7 @@ def recall(
 
     wanted, names = parse_lengths(lengths), [name.strip() for name in tasks.split(",")]
     text = None if haystack is None else _read_text(haystack)
-    loaded, tokenizer = _load(model, device)
+    loaded, tokenizer = load_model(model, device)
     result = measure_recall(
         loaded,
         tokenizer,
@@ -110,38 +110,10 @@ def gate(
         raise typer.Exit(1)
 
 
-def parse_lengths(text: str) -> list[int]:
-    """Turn "4k,8192" into [4096, 8192]; k is 1024. Raises ValueError for anything else."""
-    lengths = []
-    for part in text.lower().split(","):
-        number, unit = (part.strip()[:-1], 1024) if part.strip().endswith("k") else (part.strip(), 1)
-        if not number.isdigit() or int(number) == 0:
-            raise ValueError(f"--lengths {text!r} is not a list of lengths like 4k,8k,32768")
-        lengths.append(int(number) * unit)
-    return lengths
-
-
 def _read_text(path: Path) -> str:
     if not path.is_file():
         raise ValueError(f"--haystack {path} is not a file")
     return path.read_text(encoding="utf-8")
-
-
-def _load(path: str, device: str | None) -> tuple[Any, Any]:
-    if not Path(path).is_dir():
-        raise ValueError(f"{path} is not a folder; give a model or adapter folder with its tokenizer")
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} has no tokenizer that can be loaded: {str(error).splitlines()[0]}") from None
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
-    except OSError as error:
-        raise ValueError(f"{path} has no model that can be loaded: {str(error).splitlines()[0]}") from None
-    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval(), tokenizer
 
 
 def _tell(done: int, total: int, seconds: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -59,3 +60,32 @@ def parse_heads(text: str | None) -> dict[int, list[int]] | None:
 def parse_roles(text: str) -> tuple[Role, ...]:
     """Turn "query,key" into ("query", "key"). Raises ValueError, naming the choices, for anything else."""
     return check_roles(part.strip() for part in text.split(","))  # type: ignore[misc]
+
+
+def parse_lengths(text: str) -> list[int]:
+    """Turn "4k,8192" into [4096, 8192]; k is 1024. Raises ValueError for anything else."""
+    lengths = []
+    for part in text.lower().split(","):
+        number, unit = (part.strip()[:-1], 1024) if part.strip().endswith("k") else (part.strip(), 1)
+        if not number.isdigit() or int(number) == 0:
+            raise ValueError(f"--lengths {text!r} is not a list of lengths like 4k,8k,32768")
+        lengths.append(int(number) * unit)
+    return lengths
+
+
+def load_model(path: str | Path, device: str | None = None) -> tuple[Any, Any]:
+    """Model and tokenizer of a folder, on the accelerator if there is one. Code in the folder never runs."""
+    if not Path(path).is_dir():
+        raise ValueError(f"{path} is not a folder; give a model or adapter folder with its tokenizer")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} has no tokenizer that can be loaded: {str(error).splitlines()[0]}") from None
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    except OSError as error:
+        raise ValueError(f"{path} has no model that can be loaded: {str(error).splitlines()[0]}") from None
+    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval(), tokenizer
