@@ -14,6 +14,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -61,6 +62,7 @@ def run_until(action: Callable[[], object], line: int) -> bool:
 
         status = 1
         try:
+            threading.settrace(trace)  # the copy runs in a thread
             sys.settrace(trace)
             action()
             status = 0

@@ -212,12 +212,12 @@ def test_progress_is_reported_stage_by_stage(tmp_path: Path) -> None:
 
     options: dict[str, Any] = {"method": "qk_pro", "progress": progress}
     restore_checkpoint(tmp_path / "base", tmp_path / "tuned", out=tmp_path / "out", **options)
-    assert list(dict.fromkeys(stage for stage, _, _ in seen)) == ["comparing", "computing", "copying"]
+    assert {stage for stage, _, _ in seen} == {"comparing", "computing", "copying"}  # copying goes on beside the others
     for name in ("comparing", "computing", "copying"):
         steps = [done for stage, done, _ in seen if stage == name]
         assert len(steps) > 1 and steps == sorted(steps)
     copied = sum(path.stat().st_size for path in (tmp_path / "tuned").iterdir())
-    assert seen[-1] == ("copying", copied, copied)
+    assert ("copying", copied, copied) in seen
     seen.clear()
     checkpoint_drift(tmp_path / "base", tmp_path / "tuned", progress=progress)
     assert {stage for stage, _, _ in seen} == {"reading"} and len(seen) > 1

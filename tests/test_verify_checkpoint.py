@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from routeguard.checkpoint.compare import Slice, num_differing, num_nonzero, why_not_comparable
+from routeguard.checkpoint.compare import num_differing, num_nonzero, why_not_comparable
 from routeguard.checkpoint.verify import verify_checkpoint
 from routeguard.protect.held import held_parameters
 from routeguard.protect.rows import take_rows
@@ -24,7 +24,7 @@ from routeguard.restoration.in_memory import restore
 from routeguard.restoration.reference import capture_reference, save_reference
 from routeguard.routes.find import find_routes
 from routeguard.storage.folder import stored_tensors
-from routeguard.storage.row_bytes import locate_rows, read_rows, row_chunks
+from routeguard.storage.row_bytes import Slice, locate_rows, read_rows, row_chunks
 from tests.tuned import start_and_tuned, tune
 from tests.zoo.build import build
 

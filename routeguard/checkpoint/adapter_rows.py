@@ -18,7 +18,7 @@ from routeguard.checkpoint.adapter_tensors import (
     chosen_routes,
     spelled,
 )
-from routeguard.checkpoint.compare import Slice, num_nonzero, num_unequal, why_not_comparable
+from routeguard.checkpoint.compare import num_nonzero, num_unequal, why_not_comparable
 from routeguard.checkpoint.patch import Patch
 from routeguard.checkpoint.start import Start
 from routeguard.protect.modes import Interpolate, QKPro, Restoration
@@ -26,7 +26,7 @@ from routeguard.restoration.report import LayerRestore, RestoreReport, describe_
 from routeguard.routes.collection import Role, Route, Rows, merge_rows
 from routeguard.storage.floats import converted, to_bytes, to_floats
 from routeguard.storage.header import StoredTensor
-from routeguard.storage.row_bytes import locate_rows, read_rows
+from routeguard.storage.row_bytes import Slice, locate_rows, read_rows
 
 _REMEDY = (
     "give what the guard kept (routeguard/reference.safetensors) or the adapter saved before the first step as BASE, "

@@ -3,38 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
-from routeguard.routes.collection import Rows
-from routeguard.storage.floats import FLOATS, to_floats
-from routeguard.storage.header import StoredTensor
-from routeguard.storage.row_bytes import CHUNK_BYTES, row_chunks
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Some rows of a stored tensor."""
-
-    tensor: StoredTensor
-    rows: Rows | None
-    dim: int
-
-    @property
-    def num_elements(self) -> int:
-        total = 1
-        for axis, size in enumerate(self.tensor.shape):
-            total *= size if axis != self.dim or self.rows is None else sum(b - a for a, b in self.rows)
-        return total
-
-    @property
-    def num_bytes(self) -> int:
-        return self.num_elements * self.tensor.item_bytes
-
-    def chunks(self, chunk_elements: int | None = None) -> Iterator[bytes]:
-        """The bytes of the rows, as `row_chunks` gives them."""
-        return row_chunks(self.tensor, self.rows, self.dim, chunk_elements=chunk_elements)
+from routeguard.storage.floats import to_floats
+from routeguard.storage.header import FLOATS
+from routeguard.storage.row_bytes import CHUNK_BYTES, Slice
 
 
 def why_not_comparable(one: Slice, other: Slice) -> str:

@@ -10,9 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from routeguard.checkpoint.compare import Slice, num_unequal
+from routeguard.checkpoint.compare import num_unequal
+from routeguard.checkpoint.examine import Finding
 from routeguard.checkpoint.patch import Patch
-from routeguard.checkpoint.row_plan import Finding, Progress, RowRestore, no_progress
+from routeguard.checkpoint.row_plan import Progress, RowRestore, no_progress
 from routeguard.checkpoint.tensors import read_tensor, tensor_bytes
 from routeguard.protect.held import Held
 from routeguard.protect.modes import Interpolate, QKPro
@@ -21,7 +22,7 @@ from routeguard.restoration.methods import WORTH_A_NOTE, interpolated, qk_pro_va
 from routeguard.restoration.reference import Reference
 from routeguard.routes.collection import Routes
 from routeguard.routes.names import canonical_name
-from routeguard.storage.row_bytes import read_rows
+from routeguard.storage.row_bytes import Slice, read_rows
 
 # Computes the new values of some rows of one layer; returns them and notes for the report.
 _Compute = Callable[[Sequence[RowRestore]], tuple[list[Tensor], tuple[str, ...]]]

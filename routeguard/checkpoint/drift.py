@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from routeguard.checkpoint.compare import Slice
-from routeguard.checkpoint.row_plan import Progress, RowRestore, by_place_notes, no_progress, plan_rows
+from routeguard.checkpoint.row_plan import Progress, RowRestore, by_place_notes, no_progress, plan_rows, prefetch
 from routeguard.checkpoint.start import open_start, refuse_quantised
 from routeguard.restoration.meaning import check_same_meaning, meaning_of_config
 from routeguard.routes.collection import ROUTING_ROLES, Role, Route, Routes
@@ -21,7 +20,7 @@ from routeguard.routes.resolve import resolve
 from routeguard.storage.floats import Floats, to_floats
 from routeguard.storage.folder import checkpoint_config, is_adapter, stored_checkpoint
 from routeguard.storage.hub import local_folder
-from routeguard.storage.row_bytes import CHUNK_BYTES
+from routeguard.storage.row_bytes import CHUNK_BYTES, Slice
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -143,6 +142,7 @@ def checkpoint_drift(
     notes = [*check_same_meaning(meaning, start.meaning, insist=insist)]
     rows = plan_rows(stored, routes, start)
     total = sum(row.tuned.num_bytes + row.start.num_bytes for row in rows)
+    prefetch(rows)
     tensors: list[TensorDrift] = []
     read = 0
     for row in rows:

@@ -6,14 +6,16 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from routeguard.checkpoint.in_place import undo_path
-from routeguard.checkpoint.patch import Patch, apply_patches, patched_files
+from routeguard.checkpoint.job import Job
+from routeguard.checkpoint.patch import apply_patches, patched_files
 from routeguard.checkpoint.provenance import record_restore
 from routeguard.storage.copying import Advance, copy_file
 from routeguard.storage.durable import sync
@@ -46,37 +48,74 @@ def files_to_copy(tuned: Path) -> tuple[list[Path], list[str]]:
     return kept, left_out
 
 
-def write_copy(tuned: Path, out: Path, patches: Sequence[Patch], facts: dict[str, Any], advance: Advance) -> str:
-    """Copy TUNED's files to OUT with the patches applied and the facts recorded. Returns how files were copied.
+def write_copy(tuned: Path, out: Path, prepare: Callable[[], Job], advance: Advance) -> Job:
+    """Copy TUNED's files to OUT while the job is prepared, then apply its patches and record its facts.
 
-    Killed at any point, OUT is either absent or whole. On an error nothing of it is left; TUNED is only read.
+    Killed at any point, OUT is either absent or whole. On an error, also of `prepare`, nothing of it is left; TUNED is
+    only read.
 
-    Raises OSError from the platform (disk full, no permission), with what was being done.
+    Args:
+        tuned, out: folders; `out` must not exist.
+        prepare: reads and compares the rows, and says what to write.
+        advance: called from a thread with the bytes of each piece that is copied.
+
+    Raises OSError from the platform (disk full, no permission), and what `prepare` raises.
     """
     files, _ = files_to_copy(tuned)
-    with _whole_or_nothing(out) as beside, ThreadPoolExecutor(1) as background:
-        flushed: list[Future[None]] = []
-        ways = set()
-        for file in files:
-            target = beside / file
-            target.parent.mkdir(parents=True, exist_ok=True)
-
-            def copied(count: int, target: Path = target) -> None:
-                if not flushed or flushed[-1].done():  # the disk writes while the copy goes on
-                    flushed.append(background.submit(sync, target))
-                advance(count)
-
-            ways.add(copy_file(tuned / file, target, copied))
-            flushed.append(background.submit(sync, target))
-        apply_patches(patches, folder=beside)
-        record_restore(beside, facts)
-        for done in flushed:
-            done.result()
-        for file in patched_files(patches):
+    with _whole_or_nothing(out) as beside:
+        with _Copying(tuned, beside, files, advance) as copying:
+            job = prepare()
+            copying.wait()
+        apply_patches(job.patches, folder=beside)
+        record_restore(beside, job.facts)
+        for file in patched_files(job.patches):
             sync(beside / file.name)
         for folder in {beside, *((beside / file).parent for file in files)}:
             sync(folder)
-    return ", ".join(sorted(ways))
+    return job
+
+
+class _Copying:
+    """Files being copied by one thread and flushed to the disk by another; leaving the block ends both."""
+
+    def __init__(self, source: Path, target: Path, files: Sequence[Path], advance: Advance) -> None:
+        self.source = source
+        self.target = target
+        self.files = files
+        self.advance = advance
+        self._stopped = threading.Event()
+        self._flushed: list[Future[None]] = []
+        self._flusher = ThreadPoolExecutor(1)
+        self._copier = ThreadPoolExecutor(1)
+        self._copied = self._copier.submit(self._copy)
+
+    def __enter__(self) -> _Copying:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stopped.set()
+        self._copier.shutdown()
+        self._flusher.shutdown()
+
+    def wait(self) -> None:
+        """Until every file is copied and on the disk. Raises what copying raised."""
+        self._copied.result()
+        for done in self._flushed:
+            done.result()
+
+    def _copy(self) -> None:
+        for file in self.files:
+            target = self.target / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            copy_file(self.source / file, target, partial(self._one_piece, target))
+            self._flushed.append(self._flusher.submit(sync, target))
+
+    def _one_piece(self, target: Path, count: int) -> None:
+        if self._stopped.is_set():
+            raise InterruptedError("the copy was given up")
+        if not self._flushed or self._flushed[-1].done():  # the disk writes while the copy goes on
+            self._flushed.append(self._flusher.submit(sync, target))
+        self.advance(count)
 
 
 @contextmanager

@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import routeguard
 from routeguard.checkpoint.in_place import patch_in_place, refuse_interrupted, refuse_unsafe_in_place
+from routeguard.checkpoint.job import Choice, open_job
 from routeguard.checkpoint.new_folder import files_to_copy, write_copy
-from routeguard.checkpoint.patch import Patch, patched_files
-from routeguard.checkpoint.row_plan import (
-    Finding,
-    Progress,
-    RowRestore,
-    by_place_notes,
-    conversion_notes,
-    examine,
-    no_progress,
-    per_layer,
-    plan_rows,
-)
-from routeguard.checkpoint.start import Start, open_start, refuse_quantised
-from routeguard.protect.modes import Interpolate, QKPro, QKRestore, Restoration, as_restoration
-from routeguard.restoration.meaning import check_same_meaning, meaning_of_config
-from routeguard.restoration.report import RestoreReport, describe_method
-from routeguard.routes.collection import ROUTING_ROLES, Role, Routes
-from routeguard.routes.heads import Heads, select_heads
-from routeguard.routes.resolve import resolve
-from routeguard.storage.folder import checkpoint_config, is_adapter, stored_checkpoint
+from routeguard.checkpoint.patch import patched_files
+from routeguard.checkpoint.row_plan import Progress, no_progress
+from routeguard.protect.modes import Restoration, as_restoration
+from routeguard.restoration.report import RestoreReport
+from routeguard.routes.collection import ROUTING_ROLES, Role
+from routeguard.routes.heads import Heads
+from routeguard.routes.resolve import check_roles
 from routeguard.storage.hub import local_folder
 
 
@@ -75,15 +59,6 @@ class CheckpointRestore:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class _Job:
-    """Everything that a restore is about to write and say; making it writes nothing."""
-
-    patches: Sequence[Patch]
-    report: RestoreReport
-    facts: dict[str, Any]
-
-
 def restore_checkpoint(
     base: str | PathLike[str],
     tuned: str | PathLike[str],
@@ -117,7 +92,7 @@ def restore_checkpoint(
         norms: also the gains of query and key norms. Default: no (as in the paper).
         insist: go on although the two differ in what gives the weights their meaning. Default: no.
         progress: called as the work goes, with its stage ("comparing", "computing" or "copying"), what is done, and
-            the total: bytes, or layers when computing. Default: nothing.
+            the total: bytes, or layers when computing. Copying is reported from a thread. Default: nothing.
 
     Returns:
         A `CheckpointRestore`. The same facts, with hashes, are in `OUT/routeguard/provenance.json`.
@@ -137,8 +112,10 @@ def restore_checkpoint(
         raise ValueError(f"BASE and TUNED are the same folder, {tuned}: there is nothing to bring back from it")
     if base_folder.is_dir():
         refuse_interrupted(base_folder)
-    job = _plan(base_folder, tuned, mode, tuple(_listed(roles)), layers, heads, norms, insist, progress)
+    choice = Choice(mode, check_roles(roles), layers, heads, norms, insist)
+    prepare = open_job(base_folder, tuned, choice, progress)
     if target is None:
+        job = prepare()
         refuse_unsafe_in_place(tuned, patched_files(job.patches))
         undo = patch_in_place(tuned, job.patches, job.facts)
         return CheckpointRestore(str(tuned), str(tuned), job.report, undo=str(undo))
@@ -152,7 +129,7 @@ def restore_checkpoint(
         done += count
         progress("copying", done, total)
 
-    write_copy(tuned, target, job.patches, job.facts, advance)
+    job = write_copy(tuned, target, prepare, advance)
     return CheckpointRestore(str(tuned), str(target), job.report, total, tuple(left_out))
 
 
@@ -169,107 +146,3 @@ def _checked_target(tuned: Path, out: Path | None, *, in_place: bool) -> Path | 
     if out.resolve().is_relative_to(tuned.resolve()):
         raise ValueError(f"{out} lies inside {tuned}, which is being copied; choose a folder outside")
     return out
-
-
-def _plan(
-    base: Path,
-    tuned: Path,
-    mode: Restoration,
-    roles: tuple[Role, ...],
-    layers: Iterable[int] | None,
-    heads: Heads | None,
-    norms: bool,
-    insist: bool,
-    progress: Progress,
-) -> _Job:
-    if is_adapter(tuned):
-        from routeguard.checkpoint.adapter_rows import plan_adapter
-
-        if heads is not None:
-            raise ValueError(
-                "heads= is for whole weights: merge the adapter (merge_and_unload), restore the merged model"
-            )
-        patches, report, records = plan_adapter(tuned, open_start(base), mode, roles, layers, norms)
-        return _Job(patches, report, _facts(base, tuned, report, records))
-    config = checkpoint_config(tuned)
-    refuse_quantised(tuned, config)
-    stored = stored_checkpoint(tuned)
-    with warnings.catch_warnings():  # a pure softmax model is worth a note here, not a warning
-        warnings.simplefilter("ignore", UserWarning)
-        routes = resolve(config, stored, roles=roles, norms=norms, layers=layers)
-    if heads is not None:
-        routes = select_heads(routes, heads)
-    start = open_start(base)
-    meaning_notes = _compare_meaning(config, stored, routes, start, insist=insist)
-    rows = plan_rows(stored, routes, start)
-    findings = examine(rows, progress)
-    patches, findings, method_notes = _patches(rows, findings, routes, mode, progress)
-    notes = [*meaning_notes, *by_place_notes(rows), *conversion_notes(rows), *method_notes]
-    if not any(finding.num_changed for finding in findings):
-        notes.append("nothing had moved: every row already equals what was written")
-    report = RestoreReport(describe_method(mode, routes), start.origin, per_layer(rows, findings), tuple(notes))
-    return _Job(patches, report, _facts(base, tuned, report, _tensor_facts(rows, findings)))
-
-
-def _compare_meaning(
-    config: dict[str, Any], stored: dict[str, Any], routes: Routes, start: Start, *, insist: bool
-) -> tuple[str, ...]:
-    """The facts of the whole model, whatever layers were chosen."""
-    whole = resolve(config, stored)
-    return check_same_meaning(meaning_of_config(config, whole), start.meaning, insist=insist)
-
-
-def _patches(
-    rows: Sequence[RowRestore], findings: list[Finding], routes: Routes, mode: Restoration, progress: Progress
-) -> tuple[list[Patch], list[Finding], tuple[str, ...]]:
-    if isinstance(mode, (QKPro, Interpolate)):
-        from routeguard.checkpoint.computed_rows import compute_rows
-
-        return compute_rows(rows, findings, routes, mode, progress)
-    assert isinstance(mode, QKRestore)
-    return (
-        [Patch(row.tuned.tensor, row.tuned.rows, row.tuned.dim, partial(_start_of, row)) for row in rows],
-        findings,
-        (),
-    )
-
-
-def _start_of(row: RowRestore) -> Iterable[bytes]:
-    return row.start_chunks()
-
-
-def _tensor_facts(rows: Sequence[RowRestore], findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    return [
-        {
-            "layer": row.route.layer,
-            "role": row.route.role,
-            "kind": row.route.kind,
-            "tensor": row.tuned.tensor.name,
-            "file": row.tuned.tensor.file.name,
-            "rows": row.tuned.rows,
-            "dim": row.tuned.dim,
-            "dtype": row.tuned.tensor.dtype,
-            "from_tensor": row.start.tensor.name,
-            "from_dtype": row.start.tensor.dtype,
-            "drift_before": (finding.moved / finding.size) ** 0.5 if finding.size else None,
-            "changed_entries": finding.num_changed,
-            "sha256": finding.sha256,
-        }
-        for row, finding in zip(rows, findings, strict=True)
-    ]
-
-
-def _facts(base: Path, tuned: Path, report: RestoreReport, tensors: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "routeguard": routeguard.__version__,
-        "method": report.method,
-        "base": str(base),
-        "tuned": str(tuned),
-        "notes": list(report.notes),
-        "tensors": tensors,
-    }
-
-
-def _listed(roles: Iterable[Role]) -> Iterable[Role]:
-    return (roles,) if isinstance(roles, str) else roles  # type: ignore[return-value]

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from routeguard.checkpoint.compare import Slice
 from routeguard.checkpoint.row_plan import RowRestore
 from routeguard.checkpoint.tensors import read_tensor
 from routeguard.drift.routing_form import prepare, routing_drift
 from routeguard.routes.collection import Routes
+from routeguard.storage.row_bytes import Slice
 
 
 def routing_forms(rows: Sequence[RowRestore], routes: Routes) -> tuple[dict[int, tuple[float, ...]], list[str]]:

@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from routeguard.checkpoint.compare import Slice
 from routeguard.checkpoint.sidecar import (
     digest_on_disk,
     read_facts,
@@ -24,7 +23,7 @@ from routeguard.routes.names import canonical_name
 from routeguard.routes.resolve import resolve
 from routeguard.storage.folder import checkpoint_config, quantisation_of, stored_checkpoint, stored_tensors
 from routeguard.storage.header import StoredTensor
-from routeguard.storage.row_bytes import locate_rows
+from routeguard.storage.row_bytes import Slice, locate_rows
 
 Place = tuple[int, str, str, bool, int]  # layer, role, kind, shared, position among those
 

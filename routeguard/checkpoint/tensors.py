@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from routeguard.checkpoint.compare import Slice
-from routeguard.storage.row_bytes import read_rows
+from routeguard.storage.row_bytes import Slice, read_rows
 
 
 def read_tensor(part: Slice) -> Tensor:

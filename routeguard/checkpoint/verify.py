@@ -9,13 +9,14 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from routeguard.checkpoint.compare import Slice, num_differing, why_not_comparable
+from routeguard.checkpoint.compare import num_differing, why_not_comparable
 from routeguard.checkpoint.start import Start, open_start, with_places
 from routeguard.routes.collection import ROLES, ROUTING_ROLES, Role, Route, Routes
 from routeguard.routes.find import find_routes
 from routeguard.routes.names import canonical_name
 from routeguard.storage.folder import is_adapter, stored_checkpoint
 from routeguard.storage.header import StoredTensor
+from routeguard.storage.row_bytes import Slice
 
 SCHEMA_VERSION = 1
 

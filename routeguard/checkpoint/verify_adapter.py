@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from routeguard.checkpoint.adapter_tensors import PART, ZERO_B, adapter_config, adapter_tensors, chosen_routes, spelled
-from routeguard.checkpoint.compare import Slice, num_nonzero
+from routeguard.checkpoint.compare import num_nonzero
 from routeguard.checkpoint.start import Start
 from routeguard.checkpoint.verify import TensorCheck, check_slice
 from routeguard.routes.collection import Role, Route
 from routeguard.storage.header import StoredTensor
-from routeguard.storage.row_bytes import locate_rows
+from routeguard.storage.row_bytes import Slice, locate_rows
 
 
 def check_adapter(

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-FLOATS = ("float16", "bfloat16", "float32", "float64")
 Floats = npt.NDArray[Any]
 
 

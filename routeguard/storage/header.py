@@ -23,8 +23,10 @@ DTYPE_NAMES = {
     "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
     "BOOL": "bool",
 }  # fmt: skip
+FLOATS = ("float16", "bfloat16", "float32", "float64")
 _MAX_DIMENSIONS = 64
 _MAX_ENTRY_CHARACTERS = 4096
+_DTYPE = re.compile(r"[A-Z0-9_]{1,16}")  # names that came after this version are read, not interpreted
 _STRING = r'"((?:[^"\\]|\\.)*)"'
 _KEY = re.compile(rf"\s*{_STRING}\s*:\s*")
 _ENTRY = re.compile(rf"\{{[^{{}}]{{0,{_MAX_ENTRY_CHARACTERS}}}\}}")
@@ -164,7 +166,13 @@ def _tensor(file: Path, name: str, entry: str, *, data_start: int) -> StoredTens
     if len(fields) != 3 or set(by_name) != {"dtype", "shape", "data_offsets"}:
         raise _malformed(file, f"the entry for {name!r} needs dtype, shape and data_offsets, once each")
     shape, offsets, dtype = by_name["shape"], by_name["data_offsets"], by_name["dtype"]
-    if not (isinstance(dtype, str) and _naturals(shape) and _naturals(offsets) and len(offsets) == 2):
+    if not (
+        isinstance(dtype, str)
+        and _DTYPE.fullmatch(dtype)
+        and _naturals(shape)
+        and _naturals(offsets)
+        and len(offsets) == 2
+    ):
         raise _malformed(file, f"the entry for {name!r} is not of the form dtype, [sizes], [begin, end]")
     if len(shape) > _MAX_DIMENSIONS:
         raise _malformed(file, f"{name!r} has {len(shape)} dimensions")

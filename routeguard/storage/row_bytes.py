@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import BinaryIO
 
 from routeguard.routes.collection import Rows, merge_rows
 from routeguard.storage.header import StoredTensor
 
 CHUNK_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Some rows of a stored tensor."""
+
+    tensor: StoredTensor
+    rows: Rows | None
+    dim: int
+
+    @property
+    def num_elements(self) -> int:
+        total = 1
+        for axis, size in enumerate(self.tensor.shape):
+            total *= size if axis != self.dim or self.rows is None else sum(b - a for a, b in self.rows)
+        return total
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.tensor.item_bytes
+
+    def chunks(self, chunk_elements: int | None = None) -> Iterator[bytes]:
+        """The bytes of the rows, as `row_chunks` gives them."""
+        return row_chunks(self.tensor, self.rows, self.dim, chunk_elements=chunk_elements)
 
 
 def row_chunks(
@@ -44,6 +71,24 @@ def row_chunks(
                     pending.clear()
     if pending:
         yield bytes(pending)
+
+
+def prefetch_rows(parts: Iterable[Slice]) -> None:
+    """Ask the system to read rows ahead, all of them at once; a hint, which changes no answer."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    by_file: dict[Path, list[tuple[int, int]]] = {}
+    for part in parts:
+        tensor = part.tensor
+        whole = part.rows is None or (part.dim != 0 and len(tensor.shape) > 1)  # strided rows touch every page
+        spans = [(tensor.offset, tensor.num_bytes)] if whole else list(_segments(tensor, part.rows, part.dim))
+        by_file.setdefault(tensor.file, []).extend(spans)
+    for file, spans in by_file.items():
+        with file.open("rb") as stream:
+            for offset, length in spans:
+                for at in range(offset, offset + length, CHUNK_BYTES):  # a longer hint is cut off by some kernels
+                    size = min(CHUNK_BYTES, offset + length - at)
+                    os.posix_fadvise(stream.fileno(), at, size, os.POSIX_FADV_WILLNEED)
 
 
 def read_rows(tensor: StoredTensor, rows: Rows | None, dim: int) -> bytearray:
