@@ -196,26 +196,29 @@ def compare(gigabytes: float, rounds: int, mergekit: Path | None, place: Path) -
     headers = 2 * sum(_header_bytes(file) for file in tuned.iterdir())
     print(f"\n{total / 1e9:.2f} GB in {len(list(tuned.glob('*.safetensors')))} shards, routing {routing / 1e6:.1f} MB")
     cli = [sys.executable, "-m", "routeguard.cli.main"]
-    names = ("cp", "cp, fsync", "restore --out", "restore_checkpoint()", "restore --in-place", "undo")
-    found: dict[str, list[Run]] = {name: [] for name in names}
-    for _ in range(rounds):
-        warm(tuned)
-        os.sync()
-        found["cp"].append(run(["cp", "-r", tuned, out]))
-        shutil.rmtree(out)
-        os.sync()
+
+    def copied_and_synced() -> Run:
         copied = run(["cp", "-r", tuned, out])
-        found["cp, fsync"].append(Run(copied.seconds + timed(lambda: sync_files(out)), copied.peak_bytes))
-        shutil.rmtree(out)
-        os.sync()
-        found["restore --out"].append(run([*cli, "restore", base, tuned, "--out", out, "--quiet"]))
-        shutil.rmtree(out)
-        os.sync()
-        found["restore_checkpoint()"].append(_call(base, tuned, out))
-        shutil.rmtree(out)
-        os.sync()
-        found["restore --in-place"].append(run([*cli, "restore", base, tuned, "--in-place", "--quiet"]))
-        found["undo"].append(run([*cli, "undo", tuned, "--quiet"]))
+        return Run(copied.seconds + timed(lambda: sync_files(out)), copied.peak_bytes)
+
+    actions: dict[str, Callable[[], Run]] = {
+        "cp": lambda: run(["cp", "-r", tuned, out]),
+        "cp, fsync": copied_and_synced,
+        "restore --out": lambda: run([*cli, "restore", base, tuned, "--out", out, "--quiet"]),
+        "restore_checkpoint()": lambda: _call(base, tuned, out),
+        "restore --in-place": lambda: run([*cli, "restore", base, tuned, "--in-place", "--quiet"]),
+    }
+    found: dict[str, list[Run]] = {name: [] for name in (*actions, "undo")}
+    names = list(actions)
+    for at in range(rounds):
+        for name in names[at % len(names) :] + names[: at % len(names)]:  # each round starts with another one
+            warm(tuned)
+            os.sync()
+            found[name].append(actions[name]())
+            if out.exists():
+                shutil.rmtree(out)
+            else:
+                found["undo"].append(run([*cli, "undo", tuned, "--quiet"]))
     seconds = {name: median(r.seconds for r in runs) for name, runs in found.items()}
     floor = seconds["cp, fsync"]
     for name, runs in found.items():

@@ -22,7 +22,7 @@ def why_not_comparable(one: Slice, other: Slice) -> str:
 
 
 def chunk_pairs(one: Slice, other: Slice) -> Iterator[tuple[bytes, bytes]]:
-    """The bytes of two slices with equally many entries, side by side, at most 1 MiB of each at a time."""
+    """The bytes of two slices with equally many entries, side by side, at most 512 KiB of each at a time."""
     elements = CHUNK_BYTES // max(one.tensor.item_bytes, other.tensor.item_bytes)
     return zip(one.chunks(elements), other.chunks(elements), strict=True)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from math import prod
 from os import PathLike
 from pathlib import Path
@@ -145,10 +147,11 @@ def checkpoint_drift(
     prefetch(rows)
     tensors: list[TensorDrift] = []
     read = 0
-    for row in rows:
-        progress("reading", read, total)
-        tensors.append(_tensor_drift(row, routes))
-        read += row.tuned.num_bytes + row.start.num_bytes
+    with ThreadPoolExecutor(2) as workers:
+        for row, measured in zip(rows, workers.map(partial(_tensor_drift, routes=routes), rows), strict=True):
+            progress("reading", read, total)
+            tensors.append(measured)
+            read += row.tuned.num_bytes + row.start.num_bytes
     found: dict[int, tuple[float, ...]] = {}
     if routing:
         from routeguard.checkpoint.routing_form import routing_forms
@@ -187,7 +190,7 @@ def _tensor_drift(row: RowRestore, routes: Routes) -> TensorDrift:
 
 
 def _row_blocks(row: RowRestore) -> Iterator[tuple[slice, Floats, Floats]]:
-    """(which of the route's rows, their start values, their tuned values), rows first, about a MiB at a time."""
+    """(which of the route's rows, their start values, their tuned values), rows first, a part at a time."""
     shape, dim = row.route.shape, row.route.dim
     inner = prod(shape[dim + 1 :]) if dim == 0 else row.route.num_rows
     items = max(row.start.tensor.item_bytes, row.tuned.tensor.item_bytes)

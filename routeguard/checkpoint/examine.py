@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,17 +32,17 @@ class Finding:
 
 
 def examine(rows: Sequence[RowRestore], progress: Progress = no_progress) -> list[Finding]:
-    """Compare every row with its start, 1 MiB at a time. Raises ValueError for NaN or infinite weights in either."""
+    """Compare every row with its start, a part at a time. Raises ValueError for NaN or infinite weights in either."""
     findings, bad = [], []
     prefetch(rows)
     done, total = 0, sum(row.tuned.num_bytes for row in rows)
-    for row in rows:
-        progress("comparing", done, total)
-        done += row.tuned.num_bytes
-        finding, fault = _examine(row)
-        findings.append(finding)
-        if fault:
-            bad.append(f"{row.route.parameter} in {fault}")
+    with ThreadPoolExecutor(2) as workers:  # reading, hashing and arithmetic leave the interpreter's lock
+        for row, (finding, fault) in zip(rows, workers.map(_examine, rows), strict=True):
+            progress("comparing", done, total)
+            done += row.tuned.num_bytes
+            findings.append(finding)
+            if fault:
+                bad.append(f"{row.route.parameter} in {fault}")
     if bad:
         more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
         raise ValueError(
@@ -100,9 +101,8 @@ def _examine(row: RowRestore) -> tuple[Finding, str]:
             difference = tuned - start
         squares = _square(difference)
         fault = fault or ("" if _finite(difference, squares) or _finite(tuned, _square(tuned)) else "TUNED")
-        fault = fault or (
-            "" if np.isfinite(to_floats(written, tuned_type)).all() else f"BASE, converted to {tuned_type}"
-        )
+        if start_type != tuned_type and not np.isfinite(to_floats(written, tuned_type)).all():
+            fault = fault or f"BASE, converted to {tuned_type}"
         changed += num_unequal(written, now, row.tuned.tensor.item_bytes)
         moved += squares
     return Finding(changed, moved, size, digest.hexdigest()), fault

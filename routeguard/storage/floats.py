@@ -13,7 +13,9 @@ Floats = npt.NDArray[Any]
 def to_floats(data: bytes | bytearray, dtype: str) -> Floats:
     """The values as float32 (float64 for float64): exact for every narrower type."""
     if dtype == "bfloat16":
-        return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+        bits = np.frombuffer(data, np.uint16).astype(np.uint32)
+        bits <<= 16
+        return bits.view(np.float32)
     values = np.frombuffer(data, np.dtype(dtype))
     return values.astype(np.float32) if dtype == "float16" else values
 

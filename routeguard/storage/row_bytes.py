@@ -12,7 +12,7 @@ from typing import BinaryIO
 from routeguard.routes.collection import Rows, merge_rows
 from routeguard.storage.header import StoredTensor
 
-CHUNK_BYTES = 2**20
+CHUNK_BYTES = 2**19
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def row_chunks(
         tensor: where to read.
         rows: `(start, stop)` ranges along `dim`; None for all.
         dim: 0 reads contiguous ranges; other dimensions are strided.
-        chunk_elements: elements of every chunk but the last. Default: what fits 1 MiB.
+        chunk_elements: elements of every chunk but the last. Default: what fits 512 KiB.
 
     Raises ValueError if a range lies outside the tensor or the file ends too early.
     """
