@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -230,3 +231,17 @@ def test_attached_later(tmp_path: Path) -> None:
     trainer.train()
     assert sorted(watched.results) == [0, 1, 2, 3, 4]
     assert sum("recall/@40" in line for line in trainer.state.log_history) == 5
+
+
+@pytest.mark.parametrize(("flag", "engine"), [("is_fsdp_enabled", "FSDP"), ("is_deepspeed_enabled", "DeepSpeed")])
+def test_sharding_engines_are_refused(flag: str, engine: str) -> None:
+    probing = probe()
+    probing._trainer = SimpleNamespace(**{flag: True})
+    with pytest.raises(ValueError, match=f"not supported under {engine}"):
+        probing.on_train_begin(SimpleNamespace(world_size=2), SimpleNamespace(is_world_process_zero=True), None)
+
+
+def test_stopping_with_several_processes_is_refused() -> None:
+    probing = probe(action="stop", max_drop=0.2)
+    with pytest.raises(ValueError, match="not supported with several processes"):
+        probing.on_train_begin(SimpleNamespace(world_size=2), SimpleNamespace(is_world_process_zero=True), None)
