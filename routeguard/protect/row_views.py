@@ -34,6 +34,7 @@ class RowViews:
         self.held = self._views(rows)
         self.free = self._views(free_rows(rows, parameter.shape[0]))
         self._stepped = True
+        self._used = False  # the optimizer has made a step with the views
         self._hook: Any = None
 
     def arm(self) -> None:
@@ -46,6 +47,8 @@ class RowViews:
 
     def _bind(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
+        if not self._used:
+            self._follow()
         for (start, stop), view in (*self.held, *self.free):
             if self._stepped or view.grad is not None:
                 view.grad = parameter.grad[start:stop]
@@ -56,9 +59,16 @@ class RowViews:
                 )
         self._stepped = False
 
+    def _follow(self) -> None:
+        """Before the first step the parameter may still get other memory (DDP over CPUs does that): go along."""
+        for (start, stop), view in (*self.held, *self.free):
+            rows = self.parameter.data[start:stop]
+            if view.data_ptr() != rows.data_ptr() and view.device == rows.device and view.dtype == rows.dtype:
+                view.data = rows
+
     def after_step(self) -> None:
         """To be called after each optimizer step: the gradient is used up, and the next accumulation starts afresh."""
-        self._stepped = True
+        self._stepped = self._used = True
         self.parameter.grad = None
         for (start, _), view in (*self.held, *self.free):
             view.grad = None

@@ -27,11 +27,14 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 _MAX_DIMENSIONS = 64
 _MAX_ENTRY_CHARACTERS = 4096
 _DTYPE = re.compile(r"[A-Z0-9_]{1,16}")  # names that came after this version are read, not interpreted
+_SPACE = r"[ \t\n\r]*"  # JSON's, which is less than a regular expression's
 _STRING = r'"((?:[^"\\]|\\.)*)"'
-_KEY = re.compile(rf"\s*{_STRING}\s*:\s*")
+_KEY = re.compile(rf"{_SPACE}{_STRING}{_SPACE}:{_SPACE}")
 _ENTRY = re.compile(rf"\{{[^{{}}]{{0,{_MAX_ENTRY_CHARACTERS}}}\}}")
 _TEXT = re.compile(_STRING)
-_MORE = re.compile(r"\s*([,}])")
+_MORE = re.compile(rf"{_SPACE}([,}}])")
+_OPENING = re.compile(rf"{_SPACE}\{{")
+_CLOSING = re.compile(rf"{_SPACE}\}}")
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,9 @@ def read_header(file: Path) -> Header:
 def _members(file: Path, text: str) -> Iterator[tuple[str, str | dict[str, str]]]:
     """Each key of the outer object with its entry as JSON text, or for `__metadata__` its map of strings."""
     position = _opening(file, text, 0)
-    if text[position:].strip() == "}":
+    end = _CLOSING.match(text, position)
+    if end is not None:
+        _refuse_rest(file, text, end.end())
         return
     while True:
         key = _KEY.match(text, position)
@@ -112,14 +117,13 @@ def _members(file: Path, text: str) -> Iterator[tuple[str, str | dict[str, str]]
         position = more.end()
         if more[1] == "}":
             break
-    if text[position:].strip(" \0"):  # writers pad with spaces
-        raise _malformed(file, f"something follows the object, at character {position}")
+    _refuse_rest(file, text, position)
 
 
 def _string_map(file: Path, text: str, position: int) -> tuple[dict[str, str], int]:
     strings: dict[str, str] = {}
     position = _opening(file, text, position)
-    end = re.compile(r"\s*\}").match(text, position)
+    end = _CLOSING.match(text, position)
     if end is not None:
         return strings, end.end()
     while True:
@@ -139,8 +143,14 @@ def _string_map(file: Path, text: str, position: int) -> tuple[dict[str, str], i
             return strings, position
 
 
+def _refuse_rest(file: Path, text: str, position: int) -> None:
+    """Writers pad the header with spaces; nothing else may follow the object."""
+    if text[position:].strip(" \t\n\r"):
+        raise _malformed(file, f"something follows the object, at character {position}")
+
+
 def _opening(file: Path, text: str, position: int) -> int:
-    opening = re.compile(r"\s*\{").match(text, position)
+    opening = _OPENING.match(text, position)
     if opening is None:
         raise _malformed(file, "not a JSON object")
     return opening.end()
@@ -165,6 +175,8 @@ def _tensor(file: Path, name: str, entry: str, *, data_start: int) -> StoredTens
     by_name = dict(fields)
     if len(fields) != 3 or set(by_name) != {"dtype", "shape", "data_offsets"}:
         raise _malformed(file, f"the entry for {name!r} needs dtype, shape and data_offsets, once each")
+    if "-" in entry:  # also "-0", which would read as 0
+        raise _malformed(file, f"the entry for {name!r} is not of the form dtype, [sizes], [begin, end]: a minus sign")
     shape, offsets, dtype = by_name["shape"], by_name["data_offsets"], by_name["dtype"]
     if not (
         isinstance(dtype, str)
