@@ -101,6 +101,7 @@ def test_the_command_line_reads_heads() -> None:
     from routeguard.cli.shared import parse_heads
 
     assert parse_heads("3:0,2;7:1") == {3: [0, 2], 7: [1]} and parse_heads(None) is None
+    assert parse_heads("3:0;3:1") == {3: [0, 1]}
     for text in ("3", "3:", "a:1", "3:0;", "3:0:1"):
         with pytest.raises(ValueError, match="is not of the form"):
             parse_heads(text)

@@ -29,8 +29,8 @@ from routeguard.storage.header import StoredTensor
 from routeguard.storage.row_bytes import Slice, locate_rows, read_rows
 
 _REMEDY = (
-    "give what the guard kept (routeguard/reference.safetensors) or the adapter saved before the first step as BASE, "
-    "or merge the adapter (merge_and_unload) and restore the merged model"
+    "give what the guard kept (routeguard/reference.safetensors) as BASE, or "
+    "merge the adapter (merge_and_unload) and restore the merged model"
 )
 
 

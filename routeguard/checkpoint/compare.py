@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from routeguard.storage.floats import to_floats
+from routeguard.storage.floats import converted, to_floats
 from routeguard.storage.header import FLOATS
 from routeguard.storage.row_bytes import CHUNK_BYTES, Slice
 
@@ -28,14 +28,15 @@ def chunk_pairs(one: Slice, other: Slice) -> Iterator[tuple[bytes, bytes]]:
 
 
 def num_differing(one: Slice, other: Slice) -> int:
-    """How many entries differ, in their bytes where the dtypes are equal, else in their values."""
+    """How many entries of `one` differ from `other`: in their bytes, or from its values rounded to `one`'s dtype."""
     same_dtype = one.tensor.dtype == other.tensor.dtype
     differing = 0
     for a, b in chunk_pairs(one, other):
         if same_dtype:
             differing += 0 if a == b else num_unequal(a, b, one.tensor.item_bytes)
         else:
-            differing += int(np.count_nonzero(to_floats(a, one.tensor.dtype) != to_floats(b, other.tensor.dtype)))
+            rounded = to_floats(converted(b, other.tensor.dtype, one.tensor.dtype), one.tensor.dtype)
+            differing += int(np.count_nonzero(to_floats(a, one.tensor.dtype) != rounded))
     return differing
 
 

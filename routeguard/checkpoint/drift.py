@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from routeguard.checkpoint.in_place import refuse_interrupted
 from routeguard.checkpoint.row_plan import Progress, RowRestore, by_place_notes, no_progress, plan_rows, prefetch
-from routeguard.checkpoint.start import open_start, refuse_quantised
-from routeguard.restoration.meaning import check_same_meaning, meaning_of_config
+from routeguard.checkpoint.same_meaning import compare_meaning
+from routeguard.checkpoint.start import open_start, read_routes, refuse_adapters, refuse_quantised
 from routeguard.routes.collection import ROUTING_ROLES, Role, Route, Routes
-from routeguard.routes.resolve import resolve
 from routeguard.storage.floats import Floats, to_floats
 from routeguard.storage.folder import checkpoint_config, is_adapter, stored_checkpoint
 from routeguard.storage.hub import local_folder
@@ -136,12 +136,14 @@ def checkpoint_drift(
     config = checkpoint_config(tuned_folder)
     refuse_quantised(tuned_folder, config)
     stored = stored_checkpoint(tuned_folder)
+    refuse_adapters(tuned_folder, stored)
+    refuse_interrupted(tuned_folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        routes = resolve(config, stored, roles=roles, norms=norms, layers=layers)
+        routes = read_routes(tuned_folder, config, stored, roles=roles, norms=norms, layers=layers)
     start = open_start(base_folder)
-    meaning = meaning_of_config(config, resolve(config, stored))
-    notes = [*check_same_meaning(meaning, start.meaning, insist=insist)]
+    whole = read_routes(tuned_folder, config, stored)
+    notes = [*start.notes, *compare_meaning(tuned_folder, config, whole, start, insist=insist)]
     rows = plan_rows(stored, routes, start)
     total = sum(row.tuned.num_bytes + row.start.num_bytes for row in rows)
     prefetch(rows)
@@ -166,11 +168,17 @@ def checkpoint_drift(
 
 def _tensor_drift(row: RowRestore, routes: Routes) -> TensorDrift:
     moved, size = np.zeros(row.route.num_rows), np.zeros(row.route.num_rows)
+    changed = np.zeros(row.route.num_rows, dtype=bool)
     for at, start, tuned in _row_blocks(row):
         with np.errstate(invalid="ignore", over="ignore"):
             difference = tuned - start
             moved[at] += np.einsum("ij,ij->i", difference, difference)
             size[at] += np.einsum("ij,ij->i", start, start)
+            changed[at] |= (start != tuned).any(axis=1)  # also what is too small for a square
+    if not np.isfinite(moved.sum() + size.sum()):
+        raise ValueError(
+            f"{row.route.parameter} holds NaN or infinite weights, here or in its start: no drift to measure"
+        )
     heads = _num_heads(row.route, routes)
     return TensorDrift(
         layer=row.route.layer,
@@ -184,7 +192,7 @@ def _tensor_drift(row: RowRestore, routes: Routes) -> TensorDrift:
         )
         if heads
         else (),
-        num_changed_rows=int(np.count_nonzero(moved)),
+        num_changed_rows=int(np.count_nonzero(changed)),
         num_rows=row.route.num_rows,
     )
 

@@ -16,6 +16,7 @@ from routeguard.checkpoint.provenance import forget_last_restore, read_restores,
 from routeguard.checkpoint.sidecar import SIDECAR_FOLDER, rows_from_json
 from routeguard.storage.durable import sync, written_beside
 from routeguard.storage.header import StoredTensor, read_header
+from routeguard.storage.locks import folder_lock
 from routeguard.storage.row_bytes import row_chunks
 from routeguard.storage.writer import Outgoing, write_safetensors
 
@@ -86,9 +87,19 @@ def patch_in_place(folder: Path, patches: Sequence[Patch], facts: dict[str, Any]
     Killed at any point, `undo_restore` brings the old bytes back (or nothing has been written yet). On an error the
     old bytes are put back before it is raised.
     """
+    with folder_lock(folder) as held:
+        _refuse_busy(folder, held)
+        return _patch_in_place(folder, patches, facts)
+
+
+def _patch_in_place(folder: Path, patches: Sequence[Patch], facts: dict[str, Any]) -> Path:
     for file in patched_files(patches):  # before anything is written: may it be?
         file.open("r+b").close()
     undo = undo_path(folder)
+    if undo.parent.is_symlink():
+        raise ValueError(
+            f"{undo.parent} is a link, so the undo file would not be beside the weights; write a copy instead"
+        )
     new_folder = not undo.parent.exists()
     undo.parent.mkdir(exist_ok=True)
     for leftover in undo.parent.glob(f".{UNDO_FILE}.*.partial"):  # of a run that was killed before it wrote any weight
@@ -125,6 +136,19 @@ def undo_restore(folder: str | PathLike[str], *, insist: bool = False) -> UndoRe
         ValueError: no undo file; it, or a file that it is for, was changed or is damaged. Nothing is then written.
     """
     folder = Path(folder)
+    if not undo_path(folder).is_file():
+        raise ValueError(f"{folder} has no {SIDECAR_FOLDER}/{UNDO_FILE}: it was not restored in place, or was undone")
+    with folder_lock(folder) as held:
+        _refuse_busy(folder, held)
+        return _undo(folder, insist=insist)
+
+
+def _refuse_busy(folder: Path, held: bool | None) -> None:
+    if held is False:
+        raise ValueError(f"{folder} is being restored or undone by another process; wait for it to end")
+
+
+def _undo(folder: Path, *, insist: bool) -> UndoReport:
     undo = undo_path(folder)
     if not undo.is_file():
         raise ValueError(f"{folder} has no {SIDECAR_FOLDER}/{UNDO_FILE}: it was not restored in place, or was undone")
@@ -181,11 +205,16 @@ def _read_undo(undo: Path) -> dict[str, Any]:
     text = header.metadata.get(_METADATA_KEY)
     if text is None:
         raise ValueError(f"{undo} is not an undo file that routeguard wrote")
-    facts: dict[str, Any] = json.loads(text)
-    if facts.get("schema_version") != SCHEMA_VERSION:
-        raise ValueError(
-            f"{undo} has schema version {facts.get('schema_version')}, this version reads {SCHEMA_VERSION}"
-        )
+    facts: Any = json.loads(text)
+    if not isinstance(facts, dict) or facts.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(f"{undo} is not of schema version {SCHEMA_VERSION}, which this version reads")
+    kinds = {"identity": str, "files": dict, "entries": list}
+    whole = all(isinstance(facts.get(name), kind) for name, kind in kinds.items()) and all(
+        isinstance(entry, dict) and {"file", "tensor", "rows", "dim", "sha256"} <= set(entry)
+        for entry in facts["entries"]
+    )
+    if not whole or len(header.tensors) != len(facts["entries"]):
+        raise ValueError(f"{undo} is damaged: its description of the old rows is incomplete")
     facts["tensors"] = header.tensors
     return facts
 
@@ -204,8 +233,10 @@ def _old_rows(folder: Path, facts: dict[str, Any]) -> list[Patch]:
         tensors |= {(name, tensor.name): tensor for tensor in read_header(file).tensors.values()}
     patches = []
     for number, entry in enumerate(facts["entries"]):
-        kept = facts["tensors"][str(number)]
-        place = tensors[entry["file"], entry["tensor"]]
+        kept = facts["tensors"].get(str(number))
+        place = tensors.get((entry["file"], entry["tensor"]))
+        if kept is None or place is None:
+            raise ValueError(f"{undo_path(folder)} is damaged: it speaks of {entry['tensor']!r}, which is not there")
         patches.append(Patch(place, rows_from_json(entry["rows"]), entry["dim"], _reader(kept)))
     return patches
 

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 import routeguard
 from routeguard.checkpoint.patch import Patch
 from routeguard.checkpoint.row_plan import Progress, RowRestore, by_place_notes, conversion_notes, plan_rows
-from routeguard.checkpoint.start import open_start, refuse_quantised
+from routeguard.checkpoint.same_meaning import compare_meaning
+from routeguard.checkpoint.start import open_start, read_routes, refuse_adapters, refuse_quantised
 from routeguard.protect.modes import Interpolate, QKPro, QKRestore, Restoration
-from routeguard.restoration.meaning import check_same_meaning, meaning_of_config
 from routeguard.restoration.report import RestoreReport, describe_method
 from routeguard.routes.collection import Role, Routes
 from routeguard.routes.heads import Heads, select_heads
-from routeguard.routes.resolve import resolve
 from routeguard.storage.folder import checkpoint_config, is_adapter, stored_checkpoint
 
 if TYPE_CHECKING:
@@ -63,14 +62,15 @@ def open_job(base: Path, tuned: Path, choice: Choice, progress: Progress) -> Cal
     config = checkpoint_config(tuned)
     refuse_quantised(tuned, config)
     stored = stored_checkpoint(tuned)
+    refuse_adapters(tuned, stored)
     with warnings.catch_warnings():  # a pure softmax model is worth a warning when it is guarded, not here
         warnings.simplefilter("ignore", UserWarning)
-        routes = resolve(config, stored, roles=choice.roles, norms=choice.norms, layers=choice.layers)
+        routes = read_routes(tuned, config, stored, roles=choice.roles, norms=choice.norms, layers=choice.layers)
     if choice.heads is not None:
         routes = select_heads(routes, choice.heads)
     start = open_start(base)
-    meaning = meaning_of_config(config, resolve(config, stored))  # of the whole model, whatever layers were chosen
-    notes = check_same_meaning(meaning, start.meaning, insist=choice.insist)
+    whole = read_routes(tuned, config, stored)  # whatever layers were chosen
+    notes = [*start.notes, *compare_meaning(tuned, config, whole, start, insist=choice.insist)]
     rows = plan_rows(stored, routes, start)
 
     def compare() -> Job:

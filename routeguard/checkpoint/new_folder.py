@@ -9,7 +9,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -19,28 +19,35 @@ from routeguard.checkpoint.patch import apply_patches, patched_files
 from routeguard.checkpoint.provenance import record_restore
 from routeguard.storage.copying import Advance, copy_file
 from routeguard.storage.durable import sync
+from routeguard.storage.folder import is_adapter, safetensors_files, weight_files
+from routeguard.storage.locks import folder_lock
 
 # What Trainer, Accelerate and DeepSpeed keep to go on training: it belongs to the tuned weights, not to restored ones.
 _TRAINING_STATE = re.compile(
     r"^(optimizer(_\d+)?\.(pt|bin|safetensors)|scheduler(_\d+)?\.(pt|bin)|scaler(_\d+)?\.(pt|bin)"
     r"|rng_state.*\.pth|random_states_\d+\.pkl|trainer_state\.json|latest|zero_to_fp32\.py)$"
 )
-_OTHER_CHECKPOINT = re.compile(r"^(checkpoint-\d+|global_step\d+|pytorch_model_fsdp_\d+|optimizer_\d+)$")
+_ELSEWHERE = re.compile(r"^(\.git|\.cache|checkpoint-\d+|global_step\d+|pytorch_model_fsdp_\d+|optimizer_\d+)$")
 
 
 def files_to_copy(tuned: Path) -> tuple[list[Path], list[str]]:
     """The files of a checkpoint (relative), and what stays behind: training state, other checkpoints, no files."""
     kept: list[Path] = []
     left_out: list[str] = []
+    repaired = [] if is_adapter(tuned) else safetensors_files(tuned)
+    other_weights = [] if is_adapter(tuned) else [path for path in weight_files(tuned) if path not in repaired]
     for path in sorted(tuned.iterdir()):
         is_folder = path.is_dir()
-        if (_OTHER_CHECKPOINT if is_folder else _TRAINING_STATE).match(path.name) or _is_partial(path.name):
+        if (_ELSEWHERE if is_folder else _TRAINING_STATE).match(path.name) or path in other_weights:
+            left_out.append(path.name)
+            continue
+        if is_folder and path.is_symlink():
             left_out.append(path.name)
             continue
         for found in sorted(path.rglob("*")) if is_folder else [path]:
             name = found.relative_to(tuned)
-            if name == undo_path(Path()):
-                left_out.append(str(name))  # it belongs to the weights in that folder
+            if name == undo_path(Path()) or _is_partial(found.name):
+                left_out.append(str(name))  # it belongs to the weights in that folder, or to a run that was killed
             elif found.is_file():
                 kept.append(name)
             elif not found.is_dir() or found.is_symlink():
@@ -121,11 +128,13 @@ class _Copying:
 @contextmanager
 def _whole_or_nothing(out: Path) -> Iterator[Path]:
     out.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(out)
     beside = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
-    beside.mkdir()
     try:
-        with _locked(beside):
+        with ExitStack() as held:
+            with folder_lock(out.parent, wait=True):  # until the new folder is locked, others must not look at it
+                _remove_abandoned(out)
+                beside.mkdir()
+                held.enter_context(folder_lock(beside))
             yield beside
             if out.exists():  # made meanwhile; an empty folder would be replaced silently
                 raise ValueError(f"{out} has appeared while the copy was made; nothing was written there")
@@ -135,36 +144,12 @@ def _whole_or_nothing(out: Path) -> Iterator[Path]:
         shutil.rmtree(beside, ignore_errors=True)
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Hold a lock on a folder, which ends with the process. Gives False when another process holds it.
-
-    Where folders cannot be locked (Windows), it gives False and holds nothing.
-    """
-    try:
-        import fcntl
-    except ImportError:
-        yield False
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        held = False
-    else:
-        held = True
-    try:
-        yield held
-    finally:
-        os.close(handle)
-
-
 def _remove_abandoned(out: Path) -> None:
     """Remove what killed runs left beside `out`: partial copies that no living process holds a lock on."""
     pattern = re.compile(rf"^\.{re.escape(out.name)}\.[0-9a-f]{{8}}\.partial$")
     for path in out.parent.iterdir():
         if pattern.match(path.name) and path.is_dir() and not path.is_symlink():
-            with _locked(path) as abandoned:
+            with folder_lock(path) as abandoned:
                 if abandoned:
                     shutil.rmtree(path, ignore_errors=True)
 

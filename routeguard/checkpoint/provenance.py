@@ -22,9 +22,14 @@ def read_restores(folder: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     content = read_json(path)
-    if not isinstance(content, dict) or content.get("schema_version") != SCHEMA_VERSION:
-        raise ValueError(f"{path} is not of schema version {SCHEMA_VERSION}, which this version reads")
-    restores: list[dict[str, Any]] = content["restores"]
+    restores = content.get("restores") if isinstance(content, dict) else None
+    if not isinstance(restores, list) or content.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(
+            f"{path} is damaged, or not of schema version {SCHEMA_VERSION}, which this version reads. It is only a "
+            "record: move it away and try again"
+        )
+    if not all(isinstance(restore, dict) and isinstance(restore.get("tensors"), list) for restore in restores):
+        raise ValueError(f"{path} is damaged. It is only a record: move it away and try again")
     return restores
 
 

@@ -13,6 +13,7 @@ from routeguard.checkpoint.job import Choice, open_job
 from routeguard.checkpoint.new_folder import files_to_copy, write_copy
 from routeguard.checkpoint.patch import patched_files
 from routeguard.checkpoint.row_plan import Progress, no_progress
+from routeguard.checkpoint.sidecar import SIDECAR_FILE, SIDECAR_FOLDER
 from routeguard.protect.modes import Restoration, as_restoration
 from routeguard.restoration.report import RestoreReport
 from routeguard.routes.collection import ROUTING_ROLES, Role
@@ -109,7 +110,12 @@ def restore_checkpoint(
     target = _checked_target(tuned, None if out is None else Path(out), in_place=in_place)
     base_folder = local_folder(str(base))
     if base_folder.is_dir() and base_folder.resolve() == tuned.resolve():
-        raise ValueError(f"BASE and TUNED are the same folder, {tuned}: there is nothing to bring back from it")
+        raise ValueError(
+            f"BASE and TUNED are the same folder, {tuned}: there is nothing to bring back from it (if a guarded run "
+            f"kept its start there, give {tuned / SIDECAR_FOLDER / SIDECAR_FILE} as BASE)"
+        )
+    if target is not None and base_folder.is_dir() and target.resolve().is_relative_to(base_folder.resolve()):
+        raise ValueError(f"{target} lies inside BASE, {base_folder}; choose a folder outside")
     if base_folder.is_dir():
         refuse_interrupted(base_folder)
     choice = Choice(mode, check_roles(roles), layers, heads, norms, insist)

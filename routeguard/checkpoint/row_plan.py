@@ -61,9 +61,24 @@ def plan_rows(stored: Mapping[str, StoredTensor], routes: Routes, start: Start) 
             f"{start.origin} is not what this checkpoint was tuned from: it lacks {len(missing)} of {len(routes)} "
             f"routes, or has them in another shape:\n  {shown}{more}\nGive the checkpoint that the tuning started from"
         )
+    _refuse_lost_biases(routes, start)
     if not rows:
         raise ValueError("no route is left to restore; widen roles or layers")
     return rows
+
+
+def _refuse_lost_biases(routes: Routes, start: Start) -> None:
+    """A start with biases on queries and keys is not restored by weights alone."""
+    if start.is_sidecar:
+        return
+    chosen = {(route.layer, route.role) for route in routes if route.kind == "weight"}
+    mine = {(route.layer, route.role) for route in routes if route.kind == "bias"}
+    lost = [r for r in start.routes if r.kind == "bias" and (r.layer, r.role) in chosen - mine]
+    if lost:
+        raise ValueError(
+            f"{start.origin} has biases that TUNED lacks (first: {lost[0].parameter}): its weights alone would not "
+            "give the old queries and keys. They are not the same architecture"
+        )
 
 
 def prefetch(rows: Iterable[RowRestore]) -> None:

@@ -36,10 +36,15 @@ def read_facts(path: Path) -> dict[str, Any]:
     text = read_header(path).metadata.get(METADATA_KEY)
     if text is None:
         raise ValueError(f"{path} is a safetensors file, but not a reference that routeguard wrote")
-    facts: dict[str, Any] = json.loads(text)
+    facts: Any = json.loads(text)
+    if not isinstance(facts, dict):
+        raise ValueError(f"{path} is damaged: its description is not an object")
     version = facts.get("schema_version")
     if version != SCHEMA_VERSION:
         raise ValueError(f"{path} was written with schema version {version}, this version reads {SCHEMA_VERSION}")
+    absent = [name for name in ("digest", "origin", "rows", "dims", "meaning", "routes", "notes") if name not in facts]
+    if absent:
+        raise ValueError(f"{path} is damaged: its description lacks {', '.join(absent)}")
     return facts
 
 

@@ -18,13 +18,15 @@ from routeguard.checkpoint.sidecar import (
     sidecar_in,
 )
 from routeguard.restoration.meaning import meaning_of_config
-from routeguard.routes.collection import ROLES, Route, Rows
+from routeguard.routes.collection import ROLES, Route, Routes, Rows
+from routeguard.routes.config import text_config
 from routeguard.routes.names import canonical_name
 from routeguard.routes.resolve import resolve
-from routeguard.storage.folder import checkpoint_config, quantisation_of, stored_checkpoint, stored_tensors
+from routeguard.storage.folder import checkpoint_config, holds_model, quantisation_of, stored_checkpoint, stored_tensors
 from routeguard.storage.header import StoredTensor
 from routeguard.storage.row_bytes import Slice, locate_rows
 
+MAX_LAYERS = 100_000
 Place = tuple[int, str, str, bool, int]  # layer, role, kind, shared, position among those
 
 
@@ -39,6 +41,8 @@ class Start:
         routes: the routes that the tensors carry, canonical names, all roles and kinds.
         is_sidecar: only what a run held is there, under the names of the model in memory, adapters included.
         meaning: facts of `restoration.meaning`.
+        notes: for the report.
+        folder: the checkpoint's folder; None for a sidecar.
     """
 
     origin: str
@@ -47,6 +51,8 @@ class Start:
     routes: Sequence[Route]
     is_sidecar: bool
     meaning: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+    folder: Path | None = None
 
     def find(self, route: Route, place: Place) -> Slice | None:
         """The start of a route: by name and shape, else by place; None if it is not there."""
@@ -76,22 +82,57 @@ def open_start(path: Path) -> Start:
     if not path.exists():
         raise ValueError(f"{path} does not exist (paths only: nothing is downloaded)")
     sidecar = sidecar_in(path)
-    if sidecar is not None:
+    if sidecar is not None and not (path.is_dir() and holds_model(path)):
         return _open_sidecar(sidecar)
     if not path.is_dir():
         raise ValueError(f"{path} is neither a checkpoint folder nor a reference that routeguard wrote")
     config = checkpoint_config(path)
     refuse_quantised(path, config)
     tensors = stored_checkpoint(path)
-    routes = resolve(config, tensors, roles=ROLES, norms=True, shared=True)
+    refuse_adapters(path, tensors)
+    routes = read_routes(path, config, tensors, roles=ROLES, norms=True, shared=True)
     named = [replace(route, parameter=canonical_name(route.parameter)) for route in routes]
     meaning = meaning_of_config(config, routes)
-    return Start(f"the checkpoint {path}", tensors, {}, named, is_sidecar=False, meaning=meaning)
+    notes = (
+        ()
+        if sidecar is None
+        else (
+            f"{path} also holds {sidecar.relative_to(path)}, the start that a guarded run kept; its own weights were "
+            "taken (give that file to take the other)",
+        )
+    )
+    origin = f"the checkpoint {path}"
+    return Start(origin, tensors, {}, named, is_sidecar=False, meaning=meaning, notes=notes, folder=path)
+
+
+def read_routes(folder: Path, config: dict[str, Any], tensors: Mapping[str, StoredTensor], **options: Any) -> Routes:
+    """`resolve` for files that nobody vouches for: a config with values of other kinds is a ValueError too."""
+    layers = text_config(config).get("num_hidden_layers")
+    if isinstance(layers, (int, float)) and layers > MAX_LAYERS:
+        raise ValueError(f"{folder / 'config.json'} claims {layers:g} layers; no model has that many")
+    try:
+        return resolve(config, tensors, **options)
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{folder / 'config.json'} describes no model that can be read: {type(error).__name__}: {error}"
+        ) from error
+
+
+def refuse_adapters(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raise ValueError for a whole checkpoint that carries an adapter: its rows are not what the model applies."""
+    inside = [tensor.name for tensor in tensors.values() if ".lora_" in tensor.name or ".base_layer." in tensor.name]
+    beside = (folder / "adapter_config.json").is_file()
+    if inside or beside:
+        where = f"inside it ({inside[0]})" if inside else "beside it (adapter_config.json), which transformers loads"
+        raise ValueError(
+            f"{folder} holds a whole model and an adapter {where}: its weights alone are not the model. Merge the "
+            "adapter (merge_and_unload) and save the result, or move the adapter to a folder of its own"
+        )
 
 
 def refuse_quantised(folder: Path, config: Mapping[str, Any]) -> None:
     """Raise ValueError for a checkpoint whose weights are stored quantised."""
-    method = quantisation_of(config)
+    method = quantisation_of(config) or ("gptq" if (folder / "quantize_config.json").is_file() else "")
     if method:
         raise ValueError(
             f"{folder} is quantised ({method}): the rows of a quantised weight mean nothing without its scales. Take "

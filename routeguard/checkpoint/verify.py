@@ -14,8 +14,10 @@ from routeguard.checkpoint.start import Start, open_start, with_places
 from routeguard.routes.collection import ROLES, ROUTING_ROLES, Role, Route, Routes
 from routeguard.routes.find import find_routes
 from routeguard.routes.names import canonical_name
+from routeguard.storage.floats import is_exact
 from routeguard.storage.folder import is_adapter, stored_checkpoint
 from routeguard.storage.header import StoredTensor
+from routeguard.storage.hub import local_folder
 from routeguard.storage.row_bytes import Slice
 
 SCHEMA_VERSION = 1
@@ -112,12 +114,12 @@ def verify_checkpoint(
 
     Returns:
         A `VerifyReport`; `report.ok` says whether all rows are equal. Equal values in another float dtype count as
-        equal, with a note.
+        equal, with a note; where the checkpoint's type is narrower, the start is rounded to it first.
 
     Raises:
         ValueError: not a checkpoint, or nothing in common to compare.
     """
-    folder, start = Path(folder), open_start(Path(against))
+    folder, start = Path(folder), open_start(local_folder(str(against)))
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder with a checkpoint or an adapter")
     if is_adapter(folder):
@@ -138,7 +140,10 @@ def check_slice(route: Route, found: Slice, start: Slice, tensor: str) -> Tensor
     reason = why_not_comparable(found, start)
     kinds = (found.tensor.dtype, start.tensor.dtype)
     differing = 0 if reason else num_differing(found, start)
-    note = f"stored as {kinds[0]}, the start as {kinds[1]}" if kinds[0] != kinds[1] and not reason else ""
+    note = ""
+    if kinds[0] != kinds[1] and not reason:
+        rounded = "" if is_exact(kinds[1], kinds[0]) else " (rounded)"
+        note = f"stored as {kinds[0]}, the start as {kinds[1]}{rounded}"
     return TensorCheck(
         route.layer, route.role, route.kind, tensor, route.num_rows, found.num_elements, differing, reason, note
     )

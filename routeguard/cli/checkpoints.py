@@ -56,7 +56,11 @@ def restore(
             insist=insist,
             progress=progress,
         )
-    _show(report, quiet=quiet, as_json=as_json)
+    try:
+        _show(report, quiet=quiet, as_json=as_json)
+    except OSError as error:  # a full disk or a closed pipe behind standard output
+        done = "was changed in place (`routeguard undo` brings it back)" if in_place else "was written"
+        typer.echo(f"routeguard: {report.output} {done}; only its report could not be printed: {error}", err=True)
 
 
 @checkpoints.command()

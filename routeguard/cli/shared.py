@@ -52,7 +52,10 @@ def parse_heads(text: str | None) -> dict[int, list[int]] | None:
         return None
     try:
         parts = [part.split(":") for part in text.split(";")]
-        return {int(layer): [int(head) for head in heads.split(",")] for layer, heads in parts}
+        chosen: dict[int, list[int]] = {}
+        for layer, heads in parts:
+            chosen.setdefault(int(layer), []).extend(int(head) for head in heads.split(","))
+        return chosen
     except ValueError:
         raise ValueError(f"--heads {text!r} is not of the form 3:0,2;7:1 (layer:heads;layer:heads)") from None
 

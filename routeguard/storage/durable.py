@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +30,7 @@ def written_beside(path: Path, *, exclusive: bool = False) -> Iterator[Path]:
         path: the final name; its folder must exist.
         exclusive: raise FileExistsError rather than replace a file that is there. Default: replace.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         yield beside
         sync(beside)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,18 +35,18 @@ def checkpoint_config(folder: Path) -> dict[str, Any]:
 def stored_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     """Canonical name to `StoredTensor` (with its name on disk) of every tensor of a checkpoint, sharded or not.
 
-    Raises ValueError when files are missing or malformed, or the index and the shards disagree.
+    Raises ValueError when files are missing or malformed, or a tensor is in another shard than the index says.
     """
-    index = folder / INDEX_NAME
-    tensors = stored_tensors(safetensors_files(folder))
-    if index.is_file():
+    files = safetensors_files(folder)
+    tensors = stored_tensors(files)
+    if files[0].name != SINGLE_NAME:
+        index = folder / INDEX_NAME
         found = {tensor.name: tensor.file.name for tensor in tensors.values()}
-        wrong = [name for name, file in _weight_map(index).items() if found.get(name) != file]
+        wrong = [name for name, file in _weight_map(index).items() if found.get(name, file) != file]
         if wrong:
-            where = f"is in {found[wrong[0]]}" if wrong[0] in found else "is in no shard"
             raise ValueError(
-                f"{index} and the shards disagree on {len(wrong)} tensors: {wrong[0]!r} {where}; "
-                "the folder is incomplete or mixed from two checkpoints"
+                f"{index} and the shards disagree on {len(wrong)} tensors: {wrong[0]!r} is in {found[wrong[0]]}; "
+                "the folder is mixed from two checkpoints"
             )
     return tensors
 
@@ -66,7 +67,13 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """The shards that the index names, or the only file. ValueError if none, one missing, or one outside."""
+    """`model.safetensors`, or else the shards that the index names: what transformers loads, in its order.
+
+    Raises ValueError if there are none, one is missing, or one lies outside of the folder.
+    """
+    single = folder / SINGLE_NAME
+    if single.is_file():
+        return [single]
     index = folder / INDEX_NAME
     if index.is_file():
         names = sorted(set(_weight_map(index).values()))
@@ -76,17 +83,29 @@ def safetensors_files(folder: Path) -> list[Path]:
             if not (folder / name).is_file():
                 raise ValueError(f"{index} names {name}, which is missing from {folder}")
         return [folder / name for name in names]
-    single = folder / SINGLE_NAME
-    if single.is_file():
-        return [single]
     pickles = sorted(folder.glob("pytorch_model*.bin"))
     if pickles:
+        source = shlex.quote(str(folder))
         raise ValueError(
             f"{folder} holds pickled weights ({pickles[0].name}), and pickles are not opened. Convert them once:\n  "
-            "python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('"
-            f"{folder}', dtype='auto').save_pretrained('{folder}-safetensors')\""
+            "python -c 'import sys; from transformers import AutoModelForCausalLM as M; "
+            'M.from_pretrained(sys.argv[1], dtype="auto").save_pretrained(sys.argv[1] + "-safetensors")\' '
+            f"{source}"
         )
-    raise ValueError(f"{folder} holds no {SINGLE_NAME} and no {INDEX_NAME}{_how_to_consolidate(folder)}")
+    others = sorted(path.name for path in folder.glob("*.safetensors"))
+    beside = f" (there are {', '.join(others[:3])}; name the one you mean {SINGLE_NAME})" if others else ""
+    raise ValueError(f"{folder} holds no {SINGLE_NAME} and no {INDEX_NAME}{beside}{_how_to_consolidate(folder)}")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Every file on the top level that may hold weights, whether or not transformers would load it."""
+    patterns = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.npz")
+    return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.name != "training_args.bin"})
+
+
+def holds_model(folder: Path) -> bool:
+    """Whether a folder holds a whole model: a config and weights."""
+    return (folder / "config.json").is_file() and any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
 
 
 def is_adapter(folder: Path) -> bool:
@@ -99,13 +118,17 @@ def adapter_file(folder: Path) -> Path:
     """The weights of a PEFT adapter folder. Raises ValueError if they are absent or pickled."""
     file = folder / "adapter_model.safetensors"
     if not file.is_file():
-        raise ValueError(f"{folder} holds adapter_config.json but no adapter_model.safetensors")
+        pickled = " (the pickled adapter_model.bin is not opened: load the adapter with PEFT and save it again)"
+        raise ValueError(
+            f"{folder} holds adapter_config.json but no adapter_model.safetensors"
+            f"{pickled if (folder / 'adapter_model.bin').is_file() else ''}"
+        )
     return file
 
 
 def quantisation_of(config: Mapping[str, Any]) -> str:
     """The method in `quantization_config` ("bitsandbytes", "gptq", "fp8"), "" for a plain checkpoint."""
-    settings = config.get("quantization_config") or config.get("compression_config")
+    settings = config.get("quantization_config") or config.get("compression_config") or config.get("quantization")
     if not settings and isinstance(config.get("text_config"), dict):
         settings = config["text_config"].get("quantization_config")
     if not settings:
@@ -138,14 +161,15 @@ def _how_to_consolidate(folder: Path) -> str:
     if dcp is not None:
         return (
             f". {dcp} is a sharded FSDP checkpoint (torch.distributed.checkpoint). Merge it first:\n"
-            f"  accelerate merge-weights {dcp} {folder}-merged\n"
+            f"  accelerate merge-weights {shlex.quote(str(dcp))} {shlex.quote(f'{folder}-merged')}\n"
             "and put config.json and the tokenizer beside the result"
         )
     zero = next(folder.glob("global_step*/*zero_pp_rank*"), None) or next(folder.glob("zero_pp_rank*"), None)
     if zero is not None or (folder / "zero_to_fp32.py").is_file():
         return (
             f". {folder} is a sharded DeepSpeed ZeRO checkpoint. Merge it first, with the script that DeepSpeed put "
-            f"there:\n  python {folder}/zero_to_fp32.py {folder} {folder}-merged --safe_serialization\n"
+            f"there:\n  python {shlex.quote(f'{folder}/zero_to_fp32.py')} {shlex.quote(str(folder))} "
+            f"{shlex.quote(f'{folder}-merged')} --safe_serialization\n"
             "and put config.json and the tokenizer beside the result"
         )
     return ""

@@ -28,10 +28,10 @@ _MAX_DIMENSIONS = 64
 _MAX_ENTRY_CHARACTERS = 4096
 _DTYPE = re.compile(r"[A-Z0-9_]{1,16}")  # names that came after this version are read, not interpreted
 _SPACE = r"[ \t\n\r]*"  # JSON's, which is less than a regular expression's
-_STRING = r'"((?:[^"\\]|\\.)*)"'
-_KEY = re.compile(rf"{_SPACE}{_STRING}{_SPACE}:{_SPACE}")
+_QUOTE = re.compile(rf'{_SPACE}"')
+_COLON = re.compile(rf"{_SPACE}:{_SPACE}")
 _ENTRY = re.compile(rf"\{{[^{{}}]{{0,{_MAX_ENTRY_CHARACTERS}}}\}}")
-_TEXT = re.compile(_STRING)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _MORE = re.compile(rf"{_SPACE}([,}}])")
 _OPENING = re.compile(rf"{_SPACE}\{{")
 _CLOSING = re.compile(rf"{_SPACE}\}}")
@@ -69,6 +69,8 @@ def read_header(file: Path) -> Header:
     with file.open("rb") as stream:
         prefix = stream.read(8)
         length: int = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
+        if prefix == b"version ":
+            raise ValueError(f"{file} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`")
         if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
             raise ValueError(f"{file} is not a safetensors file: its header claims {length} bytes, the file has {size}")
         try:
@@ -85,6 +87,8 @@ def read_header(file: Path) -> Header:
             continue
         if name in tensors:
             raise _malformed(file, f"{name!r} appears twice")
+        if _CONTROL.search(name) or (not name.isascii() and not _encodable(name)):
+            raise _malformed(file, f"{name[:200]!r} has characters that no tensor name has")
         tensors[name] = _tensor(file, name, value, data_start=8 + length)
     _refuse_gaps(file, tensors, data_start=8 + length, size=size)
     return Header(file, 8 + length, metadata or {}, tensors)
@@ -98,15 +102,12 @@ def _members(file: Path, text: str) -> Iterator[tuple[str, str | dict[str, str]]
         _refuse_rest(file, text, end.end())
         return
     while True:
-        key = _KEY.match(text, position)
-        if key is None:
-            raise _malformed(file, f"no name at character {position}")
-        name = _unescaped(file, key[1])
+        name, position = _key(file, text, position)
         if name == "__metadata__":
-            strings, position = _string_map(file, text, key.end())
+            strings, position = _string_map(file, text, position)
             yield name, strings
         else:
-            entry = _ENTRY.match(text, key.end())
+            entry = _ENTRY.match(text, position)
             if entry is None:
                 raise _malformed(file, f"the entry for {name[:200]!r} is no flat object")
             position = entry.end()
@@ -127,15 +128,14 @@ def _string_map(file: Path, text: str, position: int) -> tuple[dict[str, str], i
     if end is not None:
         return strings, end.end()
     while True:
-        key = _KEY.match(text, position)
-        value = key and _TEXT.match(text, key.end())
-        if key is None or value is None:
-            raise _malformed(file, "__metadata__ must map strings to strings")
-        name = _unescaped(file, key[1])
+        name, position = _key(file, text, position)
         if name in strings:
             raise _malformed(file, f"__metadata__ names {name[:200]!r} twice")
-        strings[name] = _unescaped(file, value[1])
-        more = _MORE.match(text, value.end())
+        value = _string(file, text, position)
+        if value is None:
+            raise _malformed(file, "__metadata__ must map strings to strings")
+        strings[name], position = value
+        more = _MORE.match(text, position)
         if more is None:
             raise _malformed(file, "__metadata__ does not end")
         position = more.end()
@@ -147,6 +147,33 @@ def _refuse_rest(file: Path, text: str, position: int) -> None:
     """Writers pad the header with spaces; nothing else may follow the object."""
     if text[position:].strip(" \t\n\r"):
         raise _malformed(file, f"something follows the object, at character {position}")
+
+
+def _key(file: Path, text: str, position: int) -> tuple[str, int]:
+    """The string at `position`, and where its value begins."""
+    key = _string(file, text, position)
+    colon = key and _COLON.match(text, key[1])
+    if key is None or colon is None:
+        raise _malformed(file, f"no name at character {position}")
+    return key[0], colon.end()
+
+
+def _string(file: Path, text: str, position: int) -> tuple[str, int] | None:
+    """The JSON string at `position` and where it ends, or None if there is none. Takes no memory beyond its length."""
+    opening = _QUOTE.match(text, position)
+    if opening is None:
+        return None
+    start = end = opening.end()
+    while True:
+        end = text.find('"', end)
+        if end < 0:
+            return None
+        first = end
+        while first > start and text[first - 1] == "\\":
+            first -= 1
+        if (end - first) % 2 == 0:  # not escaped
+            return _unescaped(file, text[start:end]), end + 1
+        end += 1
 
 
 def _opening(file: Path, text: str, position: int) -> int:
@@ -197,6 +224,14 @@ def _tensor(file: Path, name: str, entry: str, *, data_start: int) -> StoredTens
             "the file is damaged"
         )
     return StoredTensor(name, tuple(shape), known or dtype.lower(), file, data_start + begin, end - begin)
+
+
+def _encodable(name: str) -> bool:
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:  # half of a surrogate pair, written as an escape
+        return False
+    return True
 
 
 def _naturals(values: object) -> bool:

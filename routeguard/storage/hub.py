@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from routeguard.storage.folder import safetensors_files
+
 _MODEL_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
-_NEEDED = ["*.json", "*.safetensors"]
+_NEEDED = ["*.json", "model*.safetensors"]
 
 
 def local_folder(place: str | Path) -> Path:
@@ -22,8 +24,10 @@ def local_folder(place: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(place), allow_patterns=_NEEDED, local_files_only=True))
-    except OSError:  # not cached
+        cached = Path(snapshot_download(str(place), allow_patterns=_NEEDED, local_files_only=True))
+        safetensors_files(cached)  # a snapshot may hold only the config and the tokenizer
+        return cached
+    except (OSError, ValueError):  # not cached, or not all of it
         pass
     try:
         return Path(snapshot_download(str(place), allow_patterns=_NEEDED))
