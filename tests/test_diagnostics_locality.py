@@ -85,6 +85,17 @@ def test_verdict_follows_the_threshold() -> None:
     assert isinstance(stated, LocalityReport)
 
 
+def test_a_length_of_which_nothing_is_known_is_not_called_reinforced() -> None:
+    documents = [[1, 2, 3, 4, 5, 6, 7, 8] * 2] * 3 + [list(range(100, 160))]
+    report = locality(documents, lengths=(512, 100000), max_lag=8)
+    assert report.data_width is None and report.unknown == (512, 100000) and report.unreinforced == ()
+    assert "not known at 512 and 100000 tokens" in str(report) and "is reinforced" not in str(report)
+    assert report.to_dict()["unknown"] == [512, 100000]
+    known = replace(report, reaches=(Reach(100, 0.5, True), Reach(300, 0.001, True), Reach(400, math.nan, False)))
+    assert known.unknown == (400,) and known.unreinforced == (300,)
+    assert "hardly reinforce attention at 300" in str(known) and "not known at 400" in str(known)
+
+
 @pytest.mark.parametrize("options", [{"lengths": ()}, {"lengths": (0,)}, {"threshold": 1.5}])
 def test_bad_options(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="give lengths of 1 or more"):

@@ -52,6 +52,7 @@ class LocalityReport:
         reaches: for each length what is left of the gradient (without a model: of the autocorrelation) there.
         threshold: shares below count as not reinforced.
         normalisation: of the autocorrelation that `W_data` is fitted to.
+        unlabelled: packed sequences of the data left out of the gradient, for they have no label that counts.
     """
 
     data: TokenAutocorrelation
@@ -59,11 +60,17 @@ class LocalityReport:
     reaches: tuple[Reach, ...]
     threshold: float = THRESHOLD
     normalisation: Normalisation = "covariance"
+    unlabelled: int = 0
 
     @property
     def unreinforced(self) -> tuple[int, ...]:
         """The lengths at which training leaves attention (almost) without a signal."""
         return tuple(reach.length for reach in self.reaches if reach.share < self.threshold)
+
+    @property
+    def unknown(self) -> tuple[int, ...]:
+        """The lengths of which nothing can be said: beyond what was measured, and without a fit."""
+        return tuple(reach.length for reach in self.reaches if math.isnan(reach.share))
 
     @property
     def data_width(self) -> DecayFit | None:
@@ -85,6 +92,8 @@ class LocalityReport:
             "threshold": self.threshold,
             "reaches": [vars(reach) for reach in self.reaches],
             "unreinforced": list(self.unreinforced),
+            "unknown": list(self.unknown),
+            "unlabelled_sequences": self.unlabelled,
         }
 
     def __str__(self) -> str:
@@ -96,17 +105,26 @@ class LocalityReport:
         if self.gradient is not None:
             lines.append(f"W_grad  {self.gradient_width or 'no fit'}")
         lines.append(f"{source} at a distance, as a share of what is usual at 1 to 32 tokens:")
-        for reach in self.reaches:
-            how = "" if reach.measured else "  by the fit, beyond what was measured"
-            verdict = f"  below {self.threshold:.0%}: not reinforced" if reach.share < self.threshold else ""
-            lines.append(f"  {reach.length:>7} tokens  {reach.share:.2g}{how}{verdict}")
+        lines += [f"  {reach.length:>7} tokens  {self._verdict(reach)}" for reach in self.reaches]
         if self.unreinforced:
             lines.append(
                 f"training on this data will hardly reinforce attention at {_listed(self.unreinforced)} tokens"
             )
-        else:
+        if self.unknown:
+            lines.append(
+                f"not known at {_listed(self.unknown)} tokens: neither measured there nor enough signal for a fit; "
+                "give more or longer data, or ask for shorter lengths"
+            )
+        if not self.unreinforced and not self.unknown:
             lines.append("every length asked about is reinforced")
         return "\n".join(lines)
+
+    def _verdict(self, reach: Reach) -> str:
+        if math.isnan(reach.share):
+            return "not known"
+        how = "" if reach.measured else "  by the fit, beyond what was measured"
+        below = f"  below {self.threshold:.0%}: not reinforced" if reach.share < self.threshold else ""
+        return f"{reach.share:.2g}{how}{below}"
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Data and gradient beside each other; written to `path` if given. Needs `routeguard[plots]`."""
