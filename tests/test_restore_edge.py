@@ -116,6 +116,28 @@ def test_configs_of_other_versions_of_transformers_are_compared_by_what_they_mea
         restore_checkpoint(tmp_path / "base", tmp_path / "tuned", out=tmp_path / "other")
 
 
+@pytest.mark.parametrize("name", ["gemma3_text", "phi3", "llama4_text", "qwen2", "olmo3"])
+def test_the_spelling_of_transformers_4_means_the_same(name: str, tmp_path: Path) -> None:
+    write_pair(name, tmp_path)
+    config = json.loads((tmp_path / "base/config.json").read_text())
+    rope = config.pop("rope_parameters")
+    theta = rope.get("full_attention", rope)["rope_theta"]
+    if name == "gemma3_text":
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+    if name == "llama4_text":
+        config["no_rope_layers"] = []
+    if name == "qwen2":
+        del config["use_sliding_window"]
+    for rope_theta in (theta, 123.0):
+        (tmp_path / "base/config.json").write_text(json.dumps({**config, "rope_theta": rope_theta}))
+        if rope_theta == theta:
+            report = restore_checkpoint(tmp_path / "base", tmp_path / "tuned", out=tmp_path / "same")
+            assert not any("not compared" in note for note in report.restored.notes)
+            continue
+        with pytest.raises(ValueError, match="rope"):
+            restore_checkpoint(tmp_path / "base", tmp_path / "tuned", out=tmp_path / "other")
+
+
 def test_a_base_with_biases_that_tuned_lacks_is_refused(tmp_path: Path) -> None:
     build("llama/bias").save_pretrained(tmp_path / "base")
     build("llama").save_pretrained(tmp_path / "tuned")
