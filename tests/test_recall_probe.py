@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 
@@ -89,6 +90,50 @@ def test_a_rotary_embedding_that_adapts_to_length_is_put_back() -> None:
         assert not torch.equal(rotary.inv_freq, before[0])  # the control: it did adapt
     assert torch.equal(rotary.inv_freq, before[0])
     assert before[1] == {k: v for k, v in vars(rotary).items() if isinstance(v, (int, float))}
+
+
+def test_dynamic_rotary_scaling_with_rows_of_different_lengths(tmp_path: Path) -> None:
+    """From its first growth on, the longest length seen is a plain tensor on the rotary module."""
+
+    def model():
+        return build(
+            text(
+                "llama/dynamic",
+                max_position_embeddings=16,
+                rope_parameters={"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0},
+            )
+        ).train()
+
+    generator = torch.Generator().manual_seed(7)
+    ids = [torch.randint(10, 80, (n,), generator=generator).tolist() for n in [18, 20, 22, 24, 26, 28, 30, 32] * 2]
+    rows = {"train_dataset": Dataset.from_dict({"input_ids": ids, "labels": ids})}
+    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": 8, "seed": 4}
+    plain = run(model(), tmp_path / "a", trainer_options=rows, **options)
+    probed = run(model(), tmp_path / "b", probe(insist=True), trainer_options=rows, **options)
+    assert isinstance(plain.model.model.rotary_emb.max_seq_len_cached, torch.Tensor)  # it did grow
+    assert int(probed.model.model.rotary_emb.max_seq_len_cached) <= 32  # not the probe's 56
+    assert losses(plain) == losses(probed)
+    assert_same(parameters(plain), parameters(probed))
+
+
+def test_what_a_forward_pass_leaves_on_a_module_is_taken_away() -> None:
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = torch.tensor(3)
+            self.register_buffer("table", torch.ones(2))
+
+        def forward(self) -> None:
+            self.seen += 1  # in place
+            self.cache, self.count = torch.ones(4), 1
+            self.table = torch.zeros(5)
+            self.register_buffer("more", torch.ones(1))
+
+    module = Module()
+    with undisturbed(module):
+        module()
+    assert int(module.seen) == 3 and torch.equal(module.table, torch.ones(2))
+    assert not {"cache", "count", "more"} & {*vars(module), *module._buffers}
 
 
 def test_it_measures_what_measure_recall_measures(tmp_path: Path) -> None:

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-_PLAIN = (bool, int, float, str, type(None))
+_REMEMBERED = (bool, int, float, str, type(None), torch.Tensor)
 
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards training flags, buffers, counters and random states are put back.
 
-    Buffers and plain numbers on modules matter where a model adapts to the length it has last seen (dynamic rotary
-    scaling). Random states: Python's, NumPy's, torch's on the CPU and on every accelerator that holds a parameter.
+    Buffers, plain numbers and plain tensors on modules matter where a model adapts to the lengths it has seen: dynamic
+    rotary scaling keeps its longest one, first as a number and from its first growth on as a tensor. Random states: Python's, NumPy's, torch's on the CPU and on every accelerator that holds a parameter.
     """
     devices = sorted(
         {p.device.index for p in model.parameters() if p.device.type == "cuda" and p.device.index is not None}
@@ -45,24 +45,32 @@ def _python_random() -> Iterator[None]:
 
 @contextmanager
 def _modules(model: nn.Module) -> Iterator[None]:
-    plain: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    buffers: list[tuple[dict[str, Any], str, Any, Any]] = []
-    for module in model.modules():
-        namespace = vars(module)
-        plain.append((namespace, {name: value for name, value in namespace.items() if isinstance(value, _PLAIN)}))
-        for name, buffer in module._buffers.items():
-            buffers.append((module._buffers, name, buffer, None if buffer is None else buffer.detach().clone()))
+    kept = [
+        (held, {name: _Kept(value) for name, value in held.items() if isinstance(value, _REMEMBERED)})
+        for module in model.modules()
+        for held in (vars(module), module._buffers)
+    ]
     for module in model.modules():
         module.training = False
     try:
         yield
     finally:
-        for namespace, values in plain:
+        for held, values in kept:
+            for name in [n for n, value in held.items() if isinstance(value, _REMEMBERED) and n not in values]:
+                del held[name]  # made by a forward pass
             for name, value in values.items():
-                if namespace.get(name) is not value:
-                    namespace[name] = value
-        for holder, name, buffer, copy in buffers:
-            holder[name] = buffer
-            if buffer is not None and copy is not None and not torch.equal(buffer, copy):
-                with torch.no_grad():
-                    buffer.copy_(copy)
+                held[name] = value.as_it_was()
+
+
+class _Kept:
+    """A number or tensor, with what stood in the tensor."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.copy = value.detach().clone() if isinstance(value, torch.Tensor) else None
+
+    def as_it_was(self) -> Any:
+        if self.copy is not None and not torch.equal(self.value, self.copy):
+            with torch.no_grad():
+                self.value.copy_(self.copy)
+        return self.value
