@@ -93,7 +93,8 @@ def test_locality_of_data_and_gradient(dataset: Path) -> None:
 def test_formats_of_data_give_the_same_tokens(tmp_path: Path) -> None:
     from datasets import Dataset
 
-    from routeguard.diagnostics.texts import read_samples, sample_labels, sample_tokens
+    from routeguard.diagnostics.sample_layouts import sample_labels, sample_tokens
+    from routeguard.diagnostics.texts import read_samples
 
     tokenizer, text = load_tokenizer(), "let k07 4 2 river ask k07 4 2"
     expected = [tokenizer(text)["input_ids"]]
@@ -116,7 +117,7 @@ def test_formats_of_data_give_the_same_tokens(tmp_path: Path) -> None:
     assert completion is not None and completion[0] == [-100] * 6 + expected[0][6:]
     assert sample_labels(tokenizer, [{"input_ids": [1, 2], "labels": [-100, 2]}], [[1, 2]]) == [[-100, 2]]
     assert sample_labels(tokenizer, [rows["text"]], expected) is None
-    with pytest.raises(ValueError, match="name the column"):
+    with pytest.raises(ValueError, match="name one column"):
         sample_tokens(tokenizer, [{"other": text}])
     assert sample_tokens(tokenizer, [{"other": text}], column="other") == expected
     with pytest.raises(ValueError, match="no column 'x'"):

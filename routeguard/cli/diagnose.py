@@ -147,7 +147,8 @@ def locality(
     """How local is this data: W of its tokens, W of a model's gradient on it, and lengths that training leaves out."""
     from routeguard.diagnostics.locality import LENGTHS
     from routeguard.diagnostics.locality import locality as measure
-    from routeguard.diagnostics.texts import read_samples, sample_labels, sample_tokens
+    from routeguard.diagnostics.sample_layouts import sample_labels, sample_tokens
+    from routeguard.diagnostics.texts import read_samples
 
     if tokenizer is None and model is None:
         raise ValueError("give --tokenizer FOLDER or --model FOLDER: the data must become tokens")
@@ -172,11 +173,11 @@ def locality(
 
 
 def _rows(tokenizer: Any, text: Path | None, tokens: int, sequences: int) -> Any:
-    from routeguard.diagnostics.texts import builtin_prose, token_rows
+    from routeguard.diagnostics.texts import builtin_prose, read_text, token_rows
 
     if text is not None and not text.is_file():
         raise ValueError(f"{text} is not a file")
-    content = builtin_prose() if text is None else text.read_text(encoding="utf-8")
+    content = builtin_prose() if text is None else read_text(text)
     return token_rows(tokenizer, content, num_tokens=tokens, num_sequences=sequences)
 
 

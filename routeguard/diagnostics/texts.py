@@ -1,16 +1,13 @@
-"""Tokens to measure on: from a text file, a table of samples, or prose that Python itself ships."""
+"""Text to measure on: a text file, a table of samples, or prose that Python itself ships."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-TEXT_COLUMNS = ("text", "content", "completion", "response", "output")
 
 
 def builtin_prose() -> str:
@@ -39,6 +36,14 @@ def token_rows(tokenizer: Any, text: str, *, num_tokens: int, num_sequences: int
     return torch.tensor([start + ids[n * room : (n + 1) * room] for n in range(num_sequences)])
 
 
+def read_text(path: Path) -> str:
+    """Content of a text file; ValueError, naming it, where it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from None
+
+
 def read_samples(path: str | Path) -> list[dict[str, Any]]:
     """Samples of a dataset: a JSONL, JSON or parquet file, a plain text file, or a folder of `datasets.save_to_disk`.
 
@@ -58,10 +63,10 @@ def read_samples(path: str | Path) -> list[dict[str, Any]]:
         from datasets import Dataset
 
         return [dict(row) for row in Dataset.from_parquet(str(path))]
-    content = path.read_text(encoding="utf-8")
+    content = read_text(path)
     try:
         if path.suffix == ".jsonl":
-            rows = [json.loads(line) for line in content.splitlines() if line.strip()]
+            rows = [json.loads(line) for line in content.split("\n") if line.strip()]
         elif path.suffix == ".json":
             rows = json.loads(content)
         else:
@@ -71,61 +76,3 @@ def read_samples(path: str | Path) -> list[dict[str, Any]]:
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path} holds no list of samples (objects with a text, messages or input_ids field)")
     return rows
-
-
-def sample_tokens(
-    tokenizer: Any, samples: Iterable[Mapping[str, Any]], *, column: str | None = None
-) -> list[Sequence[int]]:
-    """Token ids of each sample, as training would see them.
-
-    A sample is read, in this order, from `column` if given, `input_ids`, `messages` (chat template, or contents joined
-    by newlines where the tokenizer has none), `prompt` with `completion`, or a text column.
-
-    Raises ValueError for a sample without any of these.
-    """
-    return [_tokens(tokenizer, sample, column) for sample in samples]
-
-
-def sample_labels(
-    tokenizer: Any, samples: Sequence[Mapping[str, Any]], documents: Sequence[Sequence[int]]
-) -> list[list[int]] | None:
-    """Labels of `sample_tokens`' documents: a `labels` field, or prompts left out (−100); None where all count."""
-    if all(sample.get("labels") for sample in samples):
-        return [[int(label) for label in sample["labels"]] for sample in samples]
-    if not all(isinstance(sample.get("prompt"), str) and sample.get("completion") for sample in samples):
-        return None
-    found = []
-    for sample, document in zip(samples, documents, strict=True):
-        prompt = min(len(tokenizer(sample["prompt"])["input_ids"]), len(document))
-        found.append([-100] * prompt + list(document[prompt:]))
-    return found
-
-
-def _tokens(tokenizer: Any, sample: Mapping[str, Any], column: str | None) -> Sequence[int]:
-    if column is not None:
-        if column not in sample:
-            raise ValueError(f"no column {column!r} in a sample; it has {list(sample)}")
-        value = sample[column]
-    else:
-        known = ("input_ids", "messages", "conversations", "prompt", *TEXT_COLUMNS)
-        name = next((name for name in known if sample.get(name)), None)
-        if name is None:
-            raise ValueError(
-                f"a sample has none of the columns {', '.join(known)}; it has {list(sample)}: name the column"
-            )
-        value = sample[name]
-        if name == "prompt" and sample.get("completion"):
-            value = _joined(value, sample["completion"])
-    if isinstance(value, str):
-        return list(tokenizer(value)["input_ids"])
-    if value and isinstance(value[0], Mapping):
-        if getattr(tokenizer, "chat_template", None):
-            return list(tokenizer.apply_chat_template(value, tokenize=True, return_dict=False))
-        return list(tokenizer("\n".join(str(turn["content"]) for turn in value))["input_ids"])
-    return [int(token) for token in value]
-
-
-def _joined(prompt: Any, completion: Any) -> Any:
-    if isinstance(prompt, str) and isinstance(completion, str):
-        return prompt + completion
-    return [*prompt, *completion]
