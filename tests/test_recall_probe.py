@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from routeguard import QKRestore, RecallProbe, RouteGuard, measure_recall, read_recall
 from routeguard.demo.model import load_model, load_tokenizer
@@ -179,6 +179,43 @@ def test_inside_a_guard_with_a_restore_at_the_end(tmp_path: Path, capsys) -> Non
     assert "recall probe: demo_needles at [40, 56] tokens" in capsys.readouterr().out
     guard.detach()
     assert not any(isinstance(c, (RouteGuard, RecallProbe)) for c in trainer.callback_handler.callbacks)
+
+
+class Stop(TrainerCallback):
+    """Decides to stop after step 3, in an event that comes after the probe's own."""
+
+    def __init__(self, event: str) -> None:
+        setattr(self, event, self.stop)
+
+    def stop(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            control.should_training_stop = True
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_log", "on_epoch_end"])
+def test_a_stop_that_is_decided_late_is_measured_too(event: str, tmp_path: Path) -> None:
+    watched = probe(every=None, share=1e-9)
+    rows = {"train_dataset": dataset(rows=12)}  # three steps an epoch
+    trainer = run(tiny("lfm2"), tmp_path, watched, Stop(event), max_steps=8, logging_steps=1, trainer_options=rows)
+    assert trainer.state.global_step == 3 and sorted(watched.results) == [0, 3]
+    again = measure_recall(trainer.model, load_tokenizer(), tasks="demo_needles", lengths=(40, 56), num_samples=2)
+    assert [s.nll for s in again.scores] == pytest.approx([s.nll for s in watched.results[3].scores], rel=1e-3)
+
+
+def test_early_stopping_is_measured_before_the_guard_restores(tmp_path: Path) -> None:
+    watched = probe(every=None, share=1e-9)
+    guard = RouteGuard("track", restore=QKRestore(), probe=watched)
+    options = {"eval_strategy": "epoch", "save_strategy": "epoch", "metric_for_best_model": "eval_loss"}
+    rows = {"train_dataset": dataset(rows=8), "eval_dataset": dataset(rows=4)}  # two steps an epoch
+    stopping = EarlyStoppingCallback(1, early_stopping_threshold=1e9)
+    trainer = run(tiny("lfm2"), tmp_path, guard, stopping, max_steps=20, trainer_options=rows, **options)
+    assert trainer.state.global_step == 4 and sorted(watched.results) == [0, 4]
+    restored, before = ([s.nll for s in result.scores] for result in (watched.restored, watched.results[4]))
+    assert restored != before
+    again = measure_recall(trainer.model, load_tokenizer(), tasks="demo_needles", lengths=(40, 56), num_samples=2)
+    assert [s.nll for s in again.scores] == pytest.approx(restored, rel=1e-3)
+    guard.detach()
+    assert not any("recall" in type(c).__module__ for c in trainer.callback_handler.callbacks)
 
 
 def test_a_guarded_probed_run_is_the_guarded_run(tmp_path: Path) -> None:

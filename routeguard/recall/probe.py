@@ -102,6 +102,7 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
         self._settings: dict[str, Any] = {}
         self._first: dict[int, float] = {}
         self._next_at = 0.0
+        self._last = _LastMeasurement(self)
 
     def attach(self, trainer: Any) -> RecallProbe:
         """Probe a Trainer that is already constructed; to be called before `trainer.train()`. Returns self."""
@@ -128,6 +129,7 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
         model = unwrapped(kwargs["model"])
         with undisturbed(model):
             self._prepare(model, args, kwargs)
+        self._go_first_at_the_end()
         record = Path(args.output_dir) / RECORD_FILE
         self._first = begin_record(record, self._settings, resume_step=state.global_step)
         print(self._summary(args, kwargs), flush=True)
@@ -141,6 +143,18 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
         if last or due:
             self._measure(unwrapped(kwargs["model"]), args, state, control)
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if control.should_training_stop:
+            self.measure_last(args, state, control, kwargs["model"])
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.measure_last(args, state, control, kwargs["model"])
+
+    def measure_last(self, args: Any, state: Any, control: Any, model: Any) -> None:
+        """Measure the last step, unless that was done: the decision to stop can fall after the probe's turn."""
+        if state.is_world_process_zero and self._samples and state.global_step not in self.results:
+            self._measure(unwrapped(model), args, state, control)
+
     def after_restore(self, args: Any, state: Any, control: Any, model: Any) -> None:
         """Measure once more: what a restore at the end of the training gave back (`recall_restored/...`)."""
         if state.is_world_process_zero and self._samples:
@@ -150,7 +164,15 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
         """Leave the Trainer."""
         if self._trainer is not None:
             self._trainer.remove_callback(self)
+            self._trainer.remove_callback(self._last)
             self._trainer = None
+
+    def _go_first_at_the_end(self) -> None:
+        """Have the last measurement come before a restore, which another callback makes when the training ends."""
+        if self._trainer is not None and not holds(self._trainer, self._last):
+            handler = self._trainer.callback_handler
+            # A new list: the old one is being walked through right now.
+            handler.callbacks = [self._last, *handler.callbacks]
 
     def _prepare(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
         tokenizer = self.tokenizer if self.tokenizer is not None else kwargs.get("processing_class")
@@ -245,6 +267,16 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
         warnings.warn(f"recall fell from {text} by step {step} (allowed: {self.max_drop:g}){end}", stacklevel=2)
         if self.action == "stop":
             control.should_training_stop = True
+
+
+class _LastMeasurement(TrainerCallback):  # type: ignore[misc]
+    """Stands first among the callbacks, so that a probe can measure before any of them ends its work."""
+
+    def __init__(self, probe: RecallProbe) -> None:
+        self.probe = probe
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.probe.measure_last(args, state, control, kwargs["model"])
 
 
 def unwrapped(model: Any) -> Any:

@@ -18,7 +18,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards training flags, buffers, counters and random states are put back.
 
     Buffers, plain numbers and plain tensors on modules matter where a model adapts to the lengths it has seen: dynamic
-    rotary scaling keeps its longest one, first as a number and from its first growth on as a tensor. Random states: Python's, NumPy's, torch's on the CPU and on every accelerator that holds a parameter.
+    rotary scaling keeps its longest one, first as a number and from its first growth on as a tensor. Random states:
+    Python's, NumPy's, torch's on the CPU and on every accelerator that holds a parameter.
     """
     devices = sorted(
         {p.device.index for p in model.parameters() if p.device.type == "cuda" and p.device.index is not None}
