@@ -69,7 +69,7 @@ def test_report_with_a_model(tmp_path: Path) -> None:
 
 def test_labels_reach_the_gradient() -> None:
     model, options = sharpened(build("lfm2")), {"max_lag": 8, "sequence_tokens": 32, "num_sequences": 2}
-    ends = [[-100] * (len(document) - 1) + [document[-1]] for document in DOCUMENTS]
+    ends = [[-100] * len(document) for document in DOCUMENTS]
     with pytest.raises(ValueError, match="no label of a sequence counts"):
         locality(DOCUMENTS, model=model, labels=ends, **options)
     with pytest.raises(ValueError, match="a label for each token"):
@@ -103,8 +103,21 @@ def test_bad_options(options: dict[str, Any]) -> None:
 
 
 def test_packing_spreads_over_the_data() -> None:
-    rows = packed([list(range(10)), list(range(10, 20))], 4, 2)
-    assert rows.tolist() == [[0, 1, 2, 3], [8, 9, 10, 11]]
-    assert packed([list(range(9))], 4, 50).shape == (2, 4)
+    rows, labels, unlabelled = packed([list(range(10)), list(range(10, 20))], 4, 2)
+    assert rows.tolist() == labels.tolist() == [[0, 1, 2, 3], [8, 9, 10, 11]] and unlabelled == 0
+    assert packed([list(range(9))], 4, 50)[0].shape == (2, 4)
     with pytest.raises(ValueError, match="ask for shorter"):
         packed([[1, 2]], 4, 1)
+
+
+def test_sequences_without_a_label_that_counts_are_left_out() -> None:
+    labels = [-100] * 4 + [4, -100, -100, -100] + [-100, 9, 10, 11] + [-100] * 3 + [15]
+    rows, targets, unlabelled = packed([list(range(16))], 4, 2, labels=[labels])
+    assert rows.tolist() == [[8, 9, 10, 11], [12, 13, 14, 15]] and unlabelled == 2
+    assert targets.tolist() == [[-100, 9, 10, 11], [-100, -100, -100, 15]]
+    model, options = sharpened(build("lfm2")), {"max_lag": 8, "sequence_tokens": 32, "num_sequences": 8}
+    ends = [[-100] * (len(document) - 1) + [document[-1]] for document in DOCUMENTS]
+    report = locality(DOCUMENTS, model=model, labels=ends, lengths=(8,), **options)
+    assert report.gradient is not None and report.gradient.num_sequences == 3
+    assert report.unlabelled == report.to_dict()["unlabelled_sequences"] == sum(map(len, DOCUMENTS)) // 32 - 3
+    assert f"{report.unlabelled} sequences of the data with no label that counts" in str(report)

@@ -18,11 +18,10 @@ from routeguard.diagnostics.capture import captured_calls
 from routeguard.diagnostics.decay_fit import Array, DecayCurve, DecayFit, fit_decay
 from routeguard.diagnostics.query_sample import sample_queries
 from routeguard.diagnostics.running import chosen_attention, over_tokens, quiet, require_seen, run_tokens
+from routeguard.diagnostics.sample_layouts import IGNORED
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-IGNORED = -100  # label of a token that the loss leaves out
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,10 +13,11 @@ import numpy as np
 from routeguard.diagnostics.autocorrelation import Normalisation, TokenAutocorrelation, token_autocorrelation
 from routeguard.diagnostics.decay_fit import DecayCurve, DecayFit, fit_decay
 from routeguard.diagnostics.gradient import gradient_locality
+from routeguard.diagnostics.sample_layouts import IGNORED
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from torch import nn
+    from torch import Tensor, nn
 
     from routeguard.diagnostics.gradient import GradientLocality
 
@@ -101,6 +102,8 @@ class LocalityReport:
         lines = [str(self.data)]
         if self.gradient is not None:
             lines.append(str(self.gradient))
+        if self.unlabelled:
+            lines.append(f"left out of the gradient: {self.unlabelled} sequences of the data with no label that counts")
         lines.append(f"W_data  {self.data_width or 'no fit'}")
         if self.gradient is not None:
             lines.append(f"W_grad  {self.gradient_width or 'no fit'}")
@@ -151,7 +154,8 @@ def locality(
     Args:
         documents: token ids of each sample.
         model: the model to be trained. With it, the gradient on its attention logits is measured on the data (samples
-            packed end to end); without, the data's own autocorrelation stands in for it, which is a guess.
+            packed end to end; sequences without a label that counts are left out); without, the data's own
+            autocorrelation stands in for it, which is a guess.
         labels: like documents, −100 where the loss does not count (prompts, tool output). Default: every token counts.
         lengths: distances in tokens to report on.
         threshold: share of the usual nearby signal below which a distance counts as not reinforced, default 0.01.
@@ -171,31 +175,45 @@ def locality(
             f"lengths={list(lengths)}, threshold={threshold}: give lengths of 1 or more, a threshold in (0, 1)"
         )
     autocorrelation = token_autocorrelation(documents, max_lag=max_lag, seed=seed)
-    gradient = None
+    gradient, unlabelled = None, 0
     if model is not None:
         if labels is not None and [len(row) for row in labels] != [len(row) for row in documents]:
             raise ValueError("labels must have a label for each token of each document")
-        rows, targets = (packed(data, sequence_tokens, num_sequences) for data in (documents, labels or documents))
+        rows, targets, unlabelled = packed(documents, sequence_tokens, num_sequences, labels=labels)
         gradient = gradient_locality(model, rows, labels=targets, seed=seed)
     curve = autocorrelation.curve(normalisation) if gradient is None else gradient.pooled
     reaches = tuple(_reach(curve, length) for length in sorted(lengths))
-    return LocalityReport(autocorrelation, gradient, reaches, threshold, normalisation)
+    return LocalityReport(autocorrelation, gradient, reaches, threshold, normalisation, unlabelled)
 
 
-def packed(documents: Sequence[Sequence[int]], num_tokens: int, num_sequences: int) -> Any:
-    """Sequences of documents end to end: [num_sequences, num_tokens], spread over the data.
+def packed(
+    documents: Sequence[Sequence[int]],
+    num_tokens: int,
+    num_sequences: int,
+    *,
+    labels: Sequence[Sequence[int]] | None = None,
+) -> tuple[Tensor, Tensor, int]:
+    """Tokens and labels of sequences of documents end to end, both [num_sequences, num_tokens], spread over the data.
 
-    Raises ValueError for less data than one sequence.
+    The number is that of the data's sequences in which no label counts; those are left out. Raises ValueError for less
+    data than one sequence, and where none is left.
     """
     import torch
 
-    stream = [token for document in documents for token in document]
+    stream, targets = (torch.tensor([one for row in rows for one in row]) for rows in (documents, labels or documents))
     have = len(stream) // num_tokens
     if have < 1:
         raise ValueError(f"the data has {len(stream)} tokens, one sequence takes {num_tokens}; ask for shorter ones")
-    taken = min(num_sequences, have)
-    starts = [number * have // taken * num_tokens for number in range(taken)]
-    return torch.tensor([stream[start : start + num_tokens] for start in starts])
+    stream, targets = (flat[: have * num_tokens].view(have, num_tokens) for flat in (stream, targets))
+    usable = torch.nonzero((targets[:, 1:] != IGNORED).any(1)).flatten()  # the first token is predicted from nothing
+    if not len(usable):
+        raise ValueError(
+            f"no label of a sequence counts: all {have} sequences of {num_tokens} tokens are prompts only (-100); ask "
+            "for longer sequences, or check the labels"
+        )
+    taken = min(num_sequences, len(usable))
+    chosen = usable[[number * len(usable) // taken for number in range(taken)]]
+    return stream[chosen], targets[chosen], have - len(usable)
 
 
 def _reach(curve: DecayCurve, length: int) -> Reach:
