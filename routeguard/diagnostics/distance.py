@@ -14,7 +14,14 @@ from routeguard.diagnostics.attention_call import AttentionCall
 from routeguard.diagnostics.attention_rows import CHUNK_TOKENS, mean_distances
 from routeguard.diagnostics.capture import captured_calls
 from routeguard.diagnostics.query_sample import Interval, QuerySample, mean_interval, sample_queries
-from routeguard.diagnostics.running import chosen_attention, over_tokens, quiet, require_seen, run_tokens
+from routeguard.diagnostics.running import (
+    chosen_attention,
+    over_tokens,
+    quiet,
+    refuse_beyond_positions,
+    require_seen,
+    run_tokens,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -93,6 +100,7 @@ def attention_distance(
     seed: int = 0,
     confidence: float = 0.95,
     chunk_tokens: int = CHUNK_TOKENS,
+    insist: bool = False,
 ) -> AttentionDistance:
     """Measure how far back each head of the full-attention layers looks: `D = (1/T)·Σ_t Σ_{s≤t} A[t,s]·(t−s)`.
 
@@ -108,12 +116,16 @@ def attention_distance(
         seed: which queries; the same for two models makes them comparable in pairs.
         confidence: of the intervals, default 0.95.
         chunk_tokens: keys at a time.
+        insist: measure beyond the positions that the model's configuration names.
 
     Raises:
-        ValueError: no full-attention layer, a layer whose attention cannot be seen, padded input.
+        ValueError: no full-attention layer, a layer whose attention cannot be seen, padded input, or more tokens than
+            the model has positions.
 
     Source: paper, mean attention distance; sampling and chunking derived.
     """
+    if not insist:
+        refuse_beyond_positions(model, int(input_ids.shape[-1]))
     sample = sample_queries(int(input_ids.shape[-1]), num_queries, seed=seed)
     positions = sample.all_positions
     found: dict[int, dict[str, list[Tensor]]] = {}

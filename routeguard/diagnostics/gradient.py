@@ -17,7 +17,14 @@ from routeguard.diagnostics.attention_rows import CHUNK_TOKENS, log_normalisers,
 from routeguard.diagnostics.capture import captured_calls
 from routeguard.diagnostics.decay_fit import Array, DecayCurve, DecayFit, fit_decay
 from routeguard.diagnostics.query_sample import sample_queries
-from routeguard.diagnostics.running import chosen_attention, over_tokens, quiet, require_seen, run_tokens
+from routeguard.diagnostics.running import (
+    chosen_attention,
+    over_tokens,
+    quiet,
+    refuse_beyond_positions,
+    require_seen,
+    run_tokens,
+)
 from routeguard.diagnostics.sample_layouts import IGNORED
 
 if TYPE_CHECKING:
@@ -105,6 +112,7 @@ def gradient_locality(
     num_queries: int | None = 128,
     seed: int = 0,
     chunk_tokens: int = CHUNK_TOKENS,
+    insist: bool = False,
 ) -> GradientLocality:
     """Measure `g(τ) = E_{t,h} |∂L/∂e[t, t−τ]|` for each full-attention layer, with the loss of next-token training.
 
@@ -121,10 +129,11 @@ def gradient_locality(
         num_queries: queries computed in each sequence, 8 or more, default 128; None: all.
         seed: which queries; each sequence draws its own.
         chunk_tokens: keys at a time.
+        insist: measure beyond the positions that the model's configuration names.
 
     Raises:
         ValueError: no full-attention layer, a layer whose attention cannot be seen, padded input, labels of another
-            shape, or none that counts.
+            shape, or none that counts in a sequence, more tokens than the model has positions.
 
     Source: paper, distance-conditioned gradient; the row formula is derived (as in backward passes of fused attention).
     """
@@ -133,6 +142,8 @@ def gradient_locality(
         raise ValueError(
             f"input_ids {tuple(input_ids.shape)} and labels {tuple(labels.shape)} must both be [sequences, tokens]"
         )
+    if not insist:
+        refuse_beyond_positions(model, int(input_ids.shape[1]))
     attention = chosen_attention(model, layers)
     sequences, tokens = (int(size) for size in input_ids.shape)
     wanted = sorted({geometry.layer for geometry in attention})

@@ -13,6 +13,7 @@ import numpy as np
 from routeguard.diagnostics.autocorrelation import Normalisation, TokenAutocorrelation, token_autocorrelation
 from routeguard.diagnostics.decay_fit import DecayCurve, DecayFit, fit_decay
 from routeguard.diagnostics.gradient import gradient_locality
+from routeguard.diagnostics.running import refuse_beyond_positions
 from routeguard.diagnostics.sample_layouts import IGNORED
 
 if TYPE_CHECKING:
@@ -148,6 +149,7 @@ def locality(
     sequence_tokens: int = 1024,
     num_sequences: int = 8,
     seed: int = 0,
+    insist: bool = False,
 ) -> LocalityReport:
     """Ask before training: how local is this data, and which distances will training on it not reinforce?
 
@@ -164,6 +166,7 @@ def locality(
         sequence_tokens: length of the packed sequences, default 1024.
         num_sequences: how many are taken from the data, default 8.
         seed: of all draws.
+        insist: take sequences beyond the positions that the model's configuration names.
 
     Raises:
         ValueError: too little data, or what `token_autocorrelation` and `gradient_locality` refuse.
@@ -174,13 +177,15 @@ def locality(
         raise ValueError(
             f"lengths={list(lengths)}, threshold={threshold}: give lengths of 1 or more, a threshold in (0, 1)"
         )
+    if model is not None and not insist:
+        refuse_beyond_positions(model, sequence_tokens)
     autocorrelation = token_autocorrelation(documents, max_lag=max_lag, seed=seed)
     gradient, unlabelled = None, 0
     if model is not None:
         if labels is not None and [len(row) for row in labels] != [len(row) for row in documents]:
             raise ValueError("labels must have a label for each token of each document")
         rows, targets, unlabelled = packed(documents, sequence_tokens, num_sequences, labels=labels)
-        gradient = gradient_locality(model, rows, labels=targets, seed=seed)
+        gradient = gradient_locality(model, rows, labels=targets, seed=seed, insist=insist)
     curve = autocorrelation.curve(normalisation) if gradient is None else gradient.pooled
     reaches = tuple(_reach(curve, length) for length in sorted(lengths))
     return LocalityReport(autocorrelation, gradient, reaches, threshold, normalisation, unlabelled)

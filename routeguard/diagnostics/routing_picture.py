@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from routeguard.diagnostics.attention_call import AttentionCall
 from routeguard.diagnostics.attention_rows import attention_rows
 from routeguard.diagnostics.capture import captured_calls
-from routeguard.diagnostics.running import chosen_attention, over_tokens, quiet, require_seen, run_tokens
+from routeguard.diagnostics.running import (
+    chosen_attention,
+    over_tokens,
+    quiet,
+    refuse_beyond_positions,
+    require_seen,
+    run_tokens,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -108,7 +115,7 @@ class RoutingPicture:
 
 
 def attention_map(
-    model: nn.Module, input_ids: Tensor, *, layer: int, head: int, num_cells: int = NUM_CELLS
+    model: nn.Module, input_ids: Tensor, *, layer: int, head: int, num_cells: int = NUM_CELLS, insist: bool = False
 ) -> AttentionMap:
     """Compute the attention of one head, averaged over cells, without a T × T matrix.
 
@@ -118,13 +125,17 @@ def attention_map(
         layer: a full-attention layer.
         head: query head, from 0.
         num_cells: cells a side at most, default 256. Memory is O(tokens² / num_cells).
+        insist: measure beyond the positions that the model's configuration names.
 
     Raises:
-        ValueError: no such layer or head, more than one sequence, or attention that cannot be seen.
+        ValueError: no such layer or head, more than one sequence, attention that cannot be seen, or more tokens than
+            the model has positions.
     """
     if input_ids.dim() != 2 or input_ids.shape[0] != 1:
         raise ValueError(f"a routing picture is of one prompt, [1, tokens]; got {tuple(input_ids.shape)}")
     tokens = int(input_ids.shape[1])
+    if not insist:
+        refuse_beyond_positions(model, tokens)
     cells = min(num_cells, tokens)
     found: list[Tensor] = []
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from routeguard.diagnostics.attention_call import AttentionCall
+from routeguard.recall.logits import max_positions
+from routeguard.recall.quiet import undisturbed
 from routeguard.routes._sandbox import config_of
 from routeguard.routes.collection import ROUTING_ROLES, AttentionLayer
 from routeguard.routes.find import find_in_memory
@@ -19,16 +21,20 @@ from routeguard.routes.find import find_in_memory
 
 @contextmanager
 def quiet(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in evaluation mode and runs uncompiled; modes and random state are put back."""
-    modes = [(module, module.training) for module in model.modules()]
-    cuda = {p.device.index for p in model.parameters() if p.device.type == "cuda" and p.device.index is not None}
-    try:
-        model.eval()
-        with torch.random.fork_rng(devices=sorted(cuda)), torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
+    """Inside, the model is in evaluation mode and runs uncompiled; what `undisturbed` keeps is put back."""
+    gradients = torch.is_grad_enabled()
+    with undisturbed(model), torch.set_grad_enabled(gradients), torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def refuse_beyond_positions(model: nn.Module, num_tokens: int) -> None:
+    """Raise ValueError for more tokens than the model's configuration names positions."""
+    positions = max_positions(model)
+    if positions is not None and num_tokens > positions:
+        raise ValueError(
+            f"{num_tokens} tokens are beyond the {positions} positions that this model's configuration names; ask for "
+            f"at most {positions}, or insist (insist=True, --insist) if it can go further"
+        )
 
 
 def run_tokens(model: nn.Module, input_ids: Tensor, *, keep_logits: bool = False) -> Any:
