@@ -141,6 +141,68 @@ def test_locality_errors(tmp_path: Path, content: str, arguments: list[str], mes
     assert runner.invoke(app, ["locality", str(tmp_path / "none.jsonl"), *arguments]).exit_code == 2
 
 
+def test_json_has_null_for_what_is_not_a_number(tmp_path: Path) -> None:
+    path = tmp_path / "short.jsonl"
+    path.write_text(
+        "\n".join(json.dumps({"text": "let k07 4 2 river let k07 4 2 river ask k07 4 2"}) for _ in range(9))
+    )
+    arguments = ["locality", str(path), "--tokenizer", str(WEIGHTS), "--max-lag", "8", "--lengths", "64k", "--json"]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"not JSON: {word}")
+
+    parsed = json.loads(result.stdout, parse_constant=refuse)
+    assert parsed["unknown"] == [65536] and parsed["reaches"][0]["share"] is None
+
+
+def test_locality_reads_chats_and_leaves_prompts_out(tmp_path: Path) -> None:
+    prompt = "let k07 4 2 river let k07 4 2 river ask k07 4 2 " * 8
+    layouts = {
+        "chat": {
+            "prompt": [{"role": "user", "content": prompt}],
+            "completion": [{"role": "assistant", "content": "4 2"}],
+        },
+        "other": {"problem": prompt, "solution": "4 2"},
+    }
+    for name, row in layouts.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join([json.dumps(row)] * 9))
+    options = ["--model", str(WEIGHTS), "--tokens", "32", "--sequences", "2", "--max-lag", "8", "--lengths", "8"]
+    chat = runner.invoke(app, ["locality", str(tmp_path / "chat.jsonl"), *options])
+    assert chat.exit_code == 0 and "sequences of the data with no label that counts" in chat.output, chat.output
+    other = runner.invoke(app, ["locality", str(tmp_path / "other.jsonl"), *options])
+    assert other.exit_code == 2 and "columns problem, solution" in other.output
+    by_name = runner.invoke(app, ["locality", str(tmp_path / "other.jsonl"), *options, "--column", "problem"])
+    assert by_name.exit_code == 0, by_name.output
+
+
+def test_refusals_come_before_the_work(tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "nowhere")  # would be refused itself, later
+    layer = ["--layer", "5", "--head", "0"]
+    for command in (["distance", nowhere], ["picture", nowhere, *layer], ["importance", nowhere], ["drift", nowhere]):
+        result = runner.invoke(app, ["diagnose", *command, "--plot", "x.foo"])
+        assert result.exit_code == 2 and "x.foo has no suffix of a picture; there are" in result.output, command
+    result = runner.invoke(app, ["locality", nowhere, "--plot", str(tmp_path)])
+    assert result.exit_code == 2 and "no suffix of a picture" in result.output
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes(b"caf\xe9 " * 1000)
+    result = runner.invoke(app, ["diagnose", "distance", str(WEIGHTS), "--text", str(latin)])
+    assert result.exit_code == 2 and "latin.txt is not UTF-8" in result.output
+
+
+@pytest.mark.parametrize("command", [["distance"], ["picture", "--layer", "5", "--head", "0"]])
+def test_lengths_beyond_the_positions_need_insistence(command: list[str], tmp_path: Path, text: Path) -> None:
+    model = load_model()
+    model.config.max_position_embeddings = 100
+    model.save_pretrained(tmp_path)
+    load_tokenizer().save_pretrained(tmp_path)
+    arguments = ["diagnose", command[0], str(tmp_path), *command[1:], "--text", str(text), "--tokens", "128", "--json"]
+    refused = runner.invoke(app, arguments)
+    assert refused.exit_code == 2 and "beyond the 100 positions" in refused.output
+    assert runner.invoke(app, [*arguments, "--insist"]).exit_code == 0
+
+
 def test_picture_of_a_head(text: Path, tuned: Path, tmp_path: Path) -> None:
     arguments = ["diagnose", "picture", str(tuned), "--before", str(WEIGHTS), "--layer", "5", "--head", "1"]
     result = runner.invoke(app, [*arguments, "--text", str(text), "--tokens", "64", "--json"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ Before = Annotated[Path | None, typer.Option("--before", help="The starting chec
 TextFile = Annotated[Path | None, typer.Option("--text", help="Text file to measure on. Default: built-in prose.")]
 Tokens = Annotated[int, typer.Option("--tokens", help="Length of a sequence in tokens.")]
 Sequences = Annotated[int, typer.Option("--sequences", help="How many sequences.")]
+Insist = Annotated[bool, typer.Option("--insist", help="Beyond the model's positions, too.")]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Write the picture to this file (.png, .pdf, .svg).")]
 
 
@@ -34,17 +36,20 @@ def distance(
     sequences: Sequences = 1,
     queries: Annotated[int, typer.Option("--queries", help="Queries computed in each sequence.")] = 64,
     layers: Layers = None,
+    insist: Insist = False,
     plot: Plot = None,
     json: AsJson = False,
 ) -> None:
     """How far back each head looks; with --before, which layers shortened, and what restoring Q/K gives back."""
     from routeguard.diagnostics.distance import attention_distance
     from routeguard.diagnostics.distance_change import distance_change
+    from routeguard.diagnostics.plots import check_plot
     from routeguard.restoration.in_memory import restored
 
+    check_plot(plot)
     loaded, tokenizer = load_model(model)
     rows = _rows(tokenizer, text, tokens, sequences)
-    options: dict[str, Any] = {"layers": parse_layers(layers), "num_queries": queries}
+    options: dict[str, Any] = {"layers": parse_layers(layers), "num_queries": queries, "insist": insist}
     if before is None:
         result: Any = attention_distance(loaded, rows, **options)
     else:
@@ -66,23 +71,26 @@ def picture(
     before: Before = None,
     text: TextFile = None,
     tokens: Tokens = 2048,
+    insist: Insist = False,
     plot: Plot = None,
     json: AsJson = False,
 ) -> None:
     """Where one head looks; with --before also before, restored, and the log-ratio of restored and after."""
+    from routeguard.diagnostics.plots import check_plot
     from routeguard.diagnostics.routing_picture import attention_map, routing_picture
     from routeguard.restoration.in_memory import restored
 
+    check_plot(plot)
     loaded, tokenizer = load_model(model)
     rows = _rows(tokenizer, text, tokens, 1)
     if before is None:
-        states = {"": attention_map(loaded, rows, layer=layer, head=head)}
+        states = {"": attention_map(loaded, rows, layer=layer, head=head, insist=insist)}
     else:
         start, _ = load_model(before)
-        states = {"before": attention_map(start, rows, layer=layer, head=head)}
-        states["after"] = attention_map(loaded, rows, layer=layer, head=head)
+        states = {"before": attention_map(start, rows, layer=layer, head=head, insist=insist)}
+        states["after"] = attention_map(loaded, rows, layer=layer, head=head, insist=insist)
         with restored(loaded, start):
-            states["restored"] = attention_map(loaded, rows, layer=layer, head=head)
+            states["restored"] = attention_map(loaded, rows, layer=layer, head=head, insist=insist)
     _show(routing_picture(states), json=json, plot=plot)
 
 
@@ -95,18 +103,21 @@ def importance(
     samples: Annotated[int, typer.Option("--samples", min=1, help="Samples for each task and length.")] = 20,
     heads: Annotated[bool, typer.Option("--heads", help="Leave out one head at a time, not whole layers.")] = False,
     layers: Layers = None,
+    insist: Insist = False,
     plot: Plot = None,
     json: AsJson = False,
 ) -> None:
     """Which full-attention layers (or heads) recall hangs on: leave each one out and measure again."""
     from routeguard.diagnostics.importance import head_importance, layer_importance
+    from routeguard.diagnostics.plots import check_plot
     from routeguard.recall.measure import measure_recall
 
+    check_plot(plot)
     loaded, tokenizer = load_model(model)
     names, wanted = [name.strip() for name in tasks.split(",")], parse_lengths(lengths)
 
     def score(candidate: Any) -> dict[str, float]:
-        result = measure_recall(candidate, tokenizer, tasks=names, lengths=wanted, num_samples=samples)
+        result = measure_recall(candidate, tokenizer, tasks=names, lengths=wanted, num_samples=samples, insist=insist)
         return {name: result.accuracy(task=name) for name in result.tasks}
 
     rank = head_importance if heads else layer_importance
@@ -122,7 +133,9 @@ def drift(
 ) -> None:
     """How far the queries and keys of a guarded or tracked run moved, step by step."""
     from routeguard.diagnostics.drift_report import drift_report
+    from routeguard.diagnostics.plots import check_plot
 
+    check_plot(plot)
     _show(drift_report(run), json=json, plot=plot)
 
 
@@ -141,15 +154,18 @@ def locality(
         str | None, typer.Option("--lengths", help="Distances to report, for example 512,4k,32k.")
     ] = None,
     threshold: Annotated[float, typer.Option("--threshold", help="Share below which nothing is reinforced.")] = 0.01,
+    insist: Insist = False,
     plot: Plot = None,
     json: AsJson = False,
 ) -> None:
     """How local is this data: W of its tokens, W of a model's gradient on it, and lengths that training leaves out."""
     from routeguard.diagnostics.locality import LENGTHS
     from routeguard.diagnostics.locality import locality as measure
+    from routeguard.diagnostics.plots import check_plot
     from routeguard.diagnostics.sample_layouts import sample_labels, sample_tokens
     from routeguard.diagnostics.texts import read_samples
 
+    check_plot(plot)
     if tokenizer is None and model is None:
         raise ValueError("give --tokenizer FOLDER or --model FOLDER: the data must become tokens")
     loaded, found = load_model(model) if model is not None else (None, None)
@@ -168,6 +184,7 @@ def locality(
         max_lag=max_lag,
         sequence_tokens=tokens,
         num_sequences=sequences,
+        insist=insist,
     )
     _show(report, json=json, plot=plot)
 
@@ -185,9 +202,18 @@ def _show(result: Any, *, json: bool, plot: Path | None) -> None:
     if json:
         import json as json_module
 
-        typer.echo(json_module.dumps(result.to_dict(), indent=2))
+        typer.echo(json_module.dumps(_finite(result.to_dict()), indent=2, allow_nan=False))
     else:
         typer.echo(str(result))
     if plot is not None:
         result.plot(plot)
         typer.echo(f"picture: {plot}", err=True)
+
+
+def _finite(value: Any) -> Any:
+    """The same data with None for infinite and undefined numbers, for which JSON has no word."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -12,6 +12,23 @@ if TYPE_CHECKING:
 # Okabe-Ito: distinguishable with any colour vision.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#777777")
 GREY = "#999999"
+_MISSING = "plots need matplotlib: pip install 'routeguard[plots]'"
+
+
+def check_plot(path: str | Path | None) -> None:
+    """Raise ValueError where a picture cannot be written to `path`: no matplotlib, or an unknown kind of file."""
+    if path is None:
+        return
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise ValueError(_MISSING) from None
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    suffix = Path(path).suffix.lower().removeprefix(".")
+    if suffix not in kinds:
+        raise ValueError(f"{path} has no suffix of a picture; there are {', '.join(f'.{kind}' for kind in kinds)}")
+    if Path(path).is_dir():
+        raise ValueError(f"{path} is a folder; give a file to write the picture to")
 
 
 def new_figure(rows: int = 1, columns: int = 1, *, width: float, height: float, **options: Any) -> tuple[Figure, Any]:
@@ -22,7 +39,7 @@ def new_figure(rows: int = 1, columns: int = 1, *, width: float, height: float, 
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("plots need matplotlib: pip install 'routeguard[plots]'") from None
+        raise ValueError(_MISSING) from None
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(rows, columns, **options)
 
