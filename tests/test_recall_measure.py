@@ -15,9 +15,12 @@ from routeguard.cli.main import app
 from routeguard.cli.shared import parse_lengths
 from routeguard.demo.model import WEIGHTS, build_model, load_model, load_tokenizer
 from routeguard.recall import measure as measure_module
-from tests.recall_tokenizers import characters
+from routeguard.recall.journal import fingerprint
+from routeguard.recall.needles import NeedleTask
+from tests.recall_tokenizers import byte_bpe, characters
 from tests.standins import hypenet
 from tests.zoo.build import build
+from tests.zoo.case import text as case_of
 
 runner = CliRunner()
 
@@ -122,6 +125,46 @@ def test_a_stopped_measurement_goes_on(tmp_path: Path, monkeypatch) -> None:
         measure_recall(build_model(seed=3), tokenizer, **call, resume=journal)
     with pytest.raises(ValueError, match="begun with another seed"):
         measure_recall(model, tokenizer, **call, seed=2, resume=journal)
+
+
+def test_scores_of_other_samples_are_not_taken_over(tmp_path: Path) -> None:
+    """Another haystack of the same kind, another tokenizer, another task of the same name."""
+    model, journal = build("llama"), tmp_path / "part.jsonl"
+    call = {"lengths": (600,), "num_samples": 2, "insist": True, "resume": journal}
+    first = {"tasks": [NeedleTask("mine")], "haystack": "alpha beta gamma delta. " * 900}
+    begun = measure_recall(model, characters(), **call, **first)
+    kept = journal.read_text()
+    for change in (
+        {"haystack": "one two three four five. " * 900},
+        {"tasks": [NeedleTask("mine", values="uuids")]},
+    ):
+        with pytest.raises(ValueError, match=r"begun with other samples.*delete the file"):
+            measure_recall(model, characters(), **call, **{**first, **change})
+    assert journal.read_text() == kept
+    longer = measure_recall(model, characters(), **{**call, "resume": tmp_path / "new.jsonl"}, **first)
+    assert [s.key for s in longer.scores] == [s.key for s in begun.scores]
+    other = byte_bpe()
+    wide = build(case_of("llama", vocab_size=len(other) + 10))
+    lines = [json.loads(line) for line in kept.splitlines()]
+    lines[0]["settings"]["fingerprint"] = fingerprint(wide)
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match="begun with other samples"):
+        measure_recall(wide, other, **call, **first)
+
+
+def test_the_fingerprint_sees_each_weight_and_the_configuration() -> None:
+    model = build("llama")
+    first = fingerprint(model)
+    assert fingerprint(build("llama")) == first
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    with torch.no_grad():
+        weight[1, 3] += 1
+    assert fingerprint(model) != first
+    with torch.no_grad():
+        weight.copy_(build("llama").model.layers[0].self_attn.q_proj.weight)
+    assert fingerprint(model) == first
+    model.config.rope_parameters = {"rope_type": "linear", "factor": 8.0, "rope_theta": 10_000.0}
+    assert fingerprint(model) != first
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from routeguard.recall.logits import model_config
+from routeguard.recall.sample import Sample
 from routeguard.recall.scores import SampleScore
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+_PIECE = 1 << 24  # entries that are hashed at a time
 
 
 class Journal:
-    """A JSONL file: a header line with the settings, then one score a line.
+    """A JSONL file: a header line with the settings, then one score a line, with the hash of its sample's tokens.
 
     Args:
         path: the file; it is made with its folder if it is not there.
@@ -25,13 +29,30 @@ class Journal:
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path = path
-        self.known: dict[tuple[str, int, int], SampleScore] = {}
+        self._known: dict[str, SampleScore] = {}
         header = json.loads(json.dumps({"schema_version": SCHEMA_VERSION, "settings": settings}))
         if path.is_file() and path.stat().st_size:
             self._read(header)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(header) + "\n", encoding="utf-8")
+        self._numbers = {_number(score) for score in self._known.values()}
+
+    def score_of(self, sample: Sample) -> SampleScore | None:
+        """The score of this very sample (its prompt's and answer's tokens), or None.
+
+        Raises ValueError if the file holds one of the same number and other tokens: it belongs to another measurement.
+        """
+        score = self._known.get(sample.key)
+        if score is not None and _number(score) == _number(sample):
+            return score
+        if _number(sample) in self._numbers:
+            raise ValueError(
+                f"{self.path} was begun with other samples: number {sample.index} of {sample.task} at "
+                f"{sample.length_tokens} tokens has other tokens there, so the haystack, the tokenizer, its chat "
+                "template or the task has changed; go on with the same call, or delete the file"
+            )
+        return None
 
     def append(self, scores: Iterable[SampleScore]) -> None:
         """Write scores and flush them to the operating system."""
@@ -60,21 +81,35 @@ class Journal:
                 if number == len(lines):
                     break  # the half-written end of a killed run
                 raise ValueError(f"{self.path}, line {number} is damaged") from None
-            self.known[score.task, score.length_tokens, score.index] = score
+            except ValueError as error:
+                raise ValueError(f"{self.path}, line {number}: {error}") from None
+            self._known[score.key] = score
             whole.append(line)
         if len(lines) and lines[-1]:  # cut the half line off, or the next one would be glued to it
             self.path.write_text("\n".join(whole) + "\n", encoding="utf-8")
 
 
 def fingerprint(model: Any) -> str:
-    """A short hash of a model's parameters: names, shapes, and 64 entries of each, spread evenly."""
+    """A short hash of what a model computes: its configuration, and every byte of its parameters and buffers.
+
+    Reads all weights once, tensor by tensor; seconds for each billion parameters.
+    """
     import torch
 
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        flat = parameter.detach().reshape(-1)
-        step = max(1, flat.numel() // 64)
-        entries = flat[::step][:64].to("cpu").contiguous()
-        digest.update(f"{name}{tuple(parameter.shape)}".encode())
-        digest.update(entries.view(torch.uint8).numpy().tobytes())
+    digest = hashlib.sha256(type(model).__name__.encode())
+    adapters = getattr(model, "peft_config", None) or {}  # their scales are in no tensor
+    for config in (model_config(model), *adapters.values()):
+        facts = config.to_dict() if hasattr(config, "to_dict") else {}
+        facts = {name: value for name, value in facts.items() if "name_or_path" not in name}
+        digest.update(json.dumps(facts, sort_keys=True, default=lambda value: type(value).__name__).encode())
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        flat = tensor.detach().reshape(-1)
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        for start in range(0, flat.numel(), _PIECE):
+            part = flat[start : start + _PIECE].to("cpu").contiguous()
+            digest.update(part.view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
+
+
+def _number(of: Sample | SampleScore) -> tuple[str, int, int]:
+    return of.task, of.length_tokens, of.index

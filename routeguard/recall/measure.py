@@ -114,7 +114,8 @@ def measure_recall(
         prefill_tokens: read prompts in pieces of this many tokens to bound memory (forced only), where the model's
             cache allows it. That is tested on the first sample.
         insist: measure beyond the positions that the model's configuration names.
-        resume: a file to which each score is appended; a call with the same model and settings goes on from it.
+        resume: a file to which each score is appended; a call with the same model and settings goes on from it, as
+            long as the samples have the same tokens.
         progress: called with samples done, samples in all, and the estimated seconds left.
 
     Raises ValueError for lengths beyond the model's positions, too short for the needles, or longer than the haystack;
@@ -137,7 +138,6 @@ def measure_recall(
     settings = {**plan.to_dict(), "method": method, "chat": chat}
     journal = None if resume is None else Journal(Path(resume), {**settings, "fingerprint": fingerprint(model)})
     settings["model"] = _name(model)
-    known = {} if journal is None else journal.known
     for task, length in plan.cells():  # refusals before the first long forward pass
         plan.sample(encoder, task, length, 0)
 
@@ -152,17 +152,20 @@ def measure_recall(
         if prefill_tokens is not None:
             _refuse_unreadable_pieces(model, plan, encoder, prefill_tokens)
         for task, length in plan.cells():
-            missing = []
-            for index in range(num_samples):
-                if (task.name, length, index) in known:
-                    scores.append(known[task.name, length, index])
-                    clock.skip(length)
-                else:
-                    missing.append(index)
             size = max(1, batch_tokens // length)
-            for first in range(0, len(missing), size):
-                batch = [plan.sample(encoder, task, length, index) for index in missing[first : first + size]]
-                new = answer(batch)
+            waiting: list[Sample] = []
+            for index in range(num_samples):
+                sample = plan.sample(encoder, task, length, index)
+                known = None if journal is None else journal.score_of(sample)
+                if known is None:
+                    waiting.append(sample)
+                else:
+                    scores.append(known)
+                    clock.skip(length)
+                if len(waiting) < size and (index < num_samples - 1 or not waiting):
+                    continue
+                new = answer(waiting)
+                waiting = []
                 scores += new
                 if journal is not None:
                     journal.append(new)
