@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from routeguard import RecallProbe, measure_recall, replay
+from routeguard import RecallProbe, RouteGuard, measure_recall, replay
 from routeguard.recall.encoding import Encoder
 from routeguard.recall.haystack import builtin_prose
 from routeguard.recall.registry import TASKS, find_task
@@ -17,6 +17,8 @@ from routeguard.recall.sample import build_sample
 from tests.loops import tiny
 from tests.recall_tokenizers import byte_bpe, characters
 from tests.trainers import sft_arguments
+from tests.zoo.build import build
+from tests.zoo.case import text
 
 NEEDLE = re.compile(r"magic numbers for (\S+) is: (\d+)\.")
 
@@ -32,13 +34,18 @@ def own(rows: int, style: str) -> Dataset:
     return Dataset.from_dict({"messages": [a + b for a, b in zip(user, answer, strict=True)]})
 
 
+def plain(rows: int) -> Dataset:
+    return own(rows, "text").remove_columns("source")
+
+
 def new_rows(mixed: Dataset) -> list[dict]:
     return [row for row in mixed if "special magic" in str(row)]
 
 
 def test_text_rows_hide_and_answer(capsys) -> None:
     tokenizer = byte_bpe()
-    mixed = replay(own(90, "text"), tokenizer, 0.1, lengths=(400, 500), tasks=["niah_single_2", "niah_multikey_1"])
+    call = {"lengths": (400, 500), "tasks": ["niah_single_2", "niah_multikey_1"], "fill": {"source": None}}
+    mixed = replay(own(90, "text"), tokenizer, 0.1, **call)
     assert "10 of 100 rows ask niah_single_2, niah_multikey_1 at [400, 500] tokens" in capsys.readouterr().out
     assert len(mixed) == 100 and mixed.column_names == ["prompt", "completion", "source"]
     assert [row["source"] for row in mixed if row["source"]] == [f"row {i}" for i in range(90)]  # kept, in order
@@ -51,7 +58,7 @@ def test_text_rows_hide_and_answer(capsys) -> None:
         assert row["completion"] == f" {dict(NEEDLE.findall(row['prompt']))[asked]}."
     lengths = {len(tokenizer(row["prompt"]).input_ids) // 100 for row in added}
     assert lengths <= {3, 4} and len(lengths) == 2
-    again = replay(own(90, "text"), tokenizer, 0.1, lengths=(400, 500), tasks=["niah_single_2", "niah_multikey_1"])
+    again = replay(own(90, "text"), tokenizer, 0.1, **call)
     assert again.to_list() == mixed.to_list()
 
 
@@ -74,7 +81,7 @@ def names(texts: list[str]) -> set[str]:
 
 
 def test_no_name_of_the_probe_is_ever_replayed() -> None:
-    mixed = replay(own(60, "text"), byte_bpe(), 0.3, lengths=(500,), tasks="niah_multikey_2")
+    mixed = replay(plain(60), byte_bpe(), 0.3, lengths=(500,), tasks="niah_multikey_2")
     replayed = names([row["prompt"] for row in new_rows(mixed)])
     encoder = Encoder(byte_bpe())
     asked = names([
@@ -89,18 +96,68 @@ def test_no_name_of_the_probe_is_ever_replayed() -> None:
 
 def test_tasks_of_the_probe_are_left_out() -> None:
     probe = RecallProbe(tasks=["niah_single_2", "niah_multikey_2"])
-    mixed = replay(own(40, "text"), byte_bpe(), 0.2, lengths=(700,), probe=probe)
+    mixed = replay(plain(40), byte_bpe(), 0.2, lengths=(700,), probe=probe)
     assert all(len(NEEDLE.findall(row["prompt"])) == 4 for row in new_rows(mixed))  # multikey_1 and multivalue only
     with pytest.raises(ValueError, match="the probe asks niah_single_2 too"):
-        replay(own(40, "text"), byte_bpe(), 0.2, tasks=["niah_single_2"], probe=probe)
+        replay(plain(40), byte_bpe(), 0.2, tasks=["niah_single_2"], probe=probe)
     with pytest.raises(ValueError, match="the probe asks all of"):
-        replay(own(40, "text"), byte_bpe(), 0.2, probe=RecallProbe(tasks=REPLAY_TASKS))
+        replay(plain(40), byte_bpe(), 0.2, probe=RecallProbe(tasks=REPLAY_TASKS))
     result = measure_recall(
         tiny("llama"), characters(), tasks="niah_single_1", lengths=(420,), num_samples=1, insist=True
     )
     with pytest.raises(ValueError, match="the probe asks niah_single_1 too"):
-        replay(own(40, "text"), characters(), 0.2, tasks=["niah_single_1"], probe=result)
+        replay(plain(40), characters(), 0.2, tasks=["niah_single_1"], probe=result)
     assert set(REPLAY_TASKS) < set(TASKS)
+
+
+def test_a_probe_after_reasoning_asks_the_same() -> None:
+    probe = RecallProbe(tasks=["niah_single_2+reasoning", "niah_multivalue"])
+    mixed = replay(plain(20), byte_bpe(), 0.2, lengths=(700,), probe=probe)
+    assert all("mentioned" in row["prompt"] and len(NEEDLE.findall(row["prompt"])) == 4 for row in new_rows(mixed))
+    for task in ("niah_single_2", "niah_single_2+reasoning"):
+        with pytest.raises(ValueError, match="the probe asks niah_single_2"):
+            replay(plain(20), byte_bpe(), 0.2, tasks=[task], probe=probe)
+
+
+@pytest.mark.parametrize(
+    ("probe", "message"),
+    [
+        (["niah_single_2"], "RecallProbe or a RecallResult; got list"),
+        ("niah_single_2", "got str"),
+        ({"tasks": ["niah_single_2"]}, "got dict"),
+        (RouteGuard("track", probe=RecallProbe()), r"got RouteGuard; give the guard's own probe, probe=guard\.probe"),
+    ],
+)
+def test_what_is_no_probe_is_refused(probe, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replay(plain(20), byte_bpe(), 0.2, probe=probe)
+
+
+def test_other_columns_are_filled_as_told_or_refused() -> None:
+    data = own(20, "text").add_column("chat_template_kwargs", [{"enable_thinking": False}] * 20)
+    with pytest.raises(ValueError, match=r"other columns: source, chat_template_kwargs; say what"):
+        replay(data, byte_bpe(), 0.1, lengths=(500,))
+    with pytest.raises(ValueError, match=r"other columns: chat_template_kwargs"):
+        replay(data, byte_bpe(), 0.1, lengths=(500,), fill={"source": "replay"})
+    with pytest.raises(ValueError, match=r"fill names sauce; the dataset's other columns are source"):
+        replay(own(20, "text"), byte_bpe(), 0.1, fill={"source": None, "sauce": 1})
+    with pytest.raises(ValueError, match="do not fit the dataset's columns"):
+        replay(data, byte_bpe(), 0.1, lengths=(500,), fill={"source": "replay", "chat_template_kwargs": 3})
+    told = {"source": "replay", "chat_template_kwargs": {"enable_thinking": True}}
+    added = new_rows(replay(data, byte_bpe(), 0.1, lengths=(500,), fill=told))
+    assert added and all({name: row[name] for name in told} == told for row in added)
+
+
+def test_rows_of_the_default_lengths_survive_the_default_max_length(tmp_path: Path) -> None:
+    from trl import SFTConfig, SFTTrainer
+
+    tokenizer, default = byte_bpe(), SFTConfig(str(tmp_path), use_cpu=True, bf16=False).max_length
+    mixed = replay(plain(20), tokenizer, 0.2)
+    args = sft_arguments(tmp_path, dataset_kwargs=None, max_length=default, max_steps=1)
+    model = build(text("llama", vocab_size=len(tokenizer) + 10, max_position_embeddings=2048))
+    trainer = SFTTrainer(model, args=args, processing_class=tokenizer, train_dataset=mixed)
+    long = [row for row in trainer.train_dataset if len(row["input_ids"]) > 200]
+    assert len(long) == len(new_rows(mixed)) == 5 and max(len(row["input_ids"]) for row in long) > 800
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -109,7 +166,7 @@ def test_the_loss_is_on_the_answer(packing: bool, tmp_path: Path) -> None:
     from trl import SFTTrainer
 
     tokenizer = characters()
-    mixed = replay(own(3, "text").remove_columns("source"), tokenizer, 0.4, lengths=(420,), tasks="niah_single_1")
+    mixed = replay(plain(3), tokenizer, 0.4, lengths=(420,), tasks="niah_single_1")
     args = sft_arguments(
         tmp_path, dataset_kwargs=None, packing=packing, max_length=512, max_steps=1, padding_free=False
     )
@@ -125,12 +182,12 @@ def test_the_loss_is_on_the_answer(packing: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "share", "message"),
     [
-        (own(50, "text"), 0.0, "share=0.0"),
-        (own(50, "text"), 1.0, "share=1.0"),
-        (own(10, "text"), 0.01, "less than one row"),
-        (own(50, "text").remove_columns("completion"), 0.1, "needs columns prompt and completion, or messages"),
+        (plain(50), 0.0, "share=0.0"),
+        (plain(50), 1.0, "share=1.0"),
+        (plain(10), 0.01, "less than one row"),
+        (plain(50).remove_columns("completion"), 0.1, "needs columns prompt and completion, or messages"),
         ({"train": []}, 0.1, "got dict"),
-        (own(50, "text").select([]), 0.1, "no rows"),
+        (plain(50).select([]), 0.1, "no rows"),
     ],
 )
 def test_refusals(data, share: float, message: str) -> None:

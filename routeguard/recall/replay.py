@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from routeguard.recall.encoding import Encoder
 from routeguard.recall.haystack import as_haystack
+from routeguard.recall.reasoning import SUFFIX
 from routeguard.recall.registry import find_tasks
+from routeguard.recall.result import RecallResult
 from routeguard.recall.sample import Sample, build_sample
 from routeguard.recall.task import Task
+
+if TYPE_CHECKING:
+    from routeguard.recall.probe import RecallProbe
 
 REPLAY_TASKS = ("niah_single_2", "niah_multikey_1", "niah_multivalue")
 
@@ -21,10 +26,11 @@ def replay(
     share: float = 0.02,
     *,
     tasks: str | Task | Iterable[str | Task] | None = None,
-    lengths: Sequence[int] = (1024, 2048),
+    lengths: Sequence[int] = (512, 1024),
     haystack: Any = None,
     seed: int = 0,
-    probe: Any = None,
+    probe: RecallProbe | RecallResult | None = None,
+    fill: Mapping[str, Any] | None = None,
 ) -> Any:
     """Return a dataset in which `share` of the rows are retrieval samples, at random places among the others.
 
@@ -37,19 +43,24 @@ def replay(
 
     Args:
         dataset: a `datasets.Dataset` with columns `prompt` and `completion` (texts, or lists of messages), or
-            `messages`. Other columns are None in the new rows.
+            `messages`. Other columns must be named in `fill`.
         tokenizer: measures lengths; messages need its chat template.
         share: share of the new dataset's rows, above 0 and below 1.
         tasks: kinds of question. None (default): `REPLAY_TASKS`, less what the probe asks.
-        lengths: tokens of a new row, in turn; keep them within the training length, or rows are cut.
+        lengths: tokens of a new row, in turn. Rows longer than the training's `max_length` (TRL: 1024 unless set) are
+            dropped or cut by the Trainer, so that nothing is replayed; keep them below it.
         haystack: as in `measure_recall`.
         seed: of all randomness.
-        probe: the `RecallProbe`, or `RecallResult`, that this run is judged by: its tasks are left out.
+        probe: the `RecallProbe`, or `RecallResult`, that this run is judged by: its tasks are left out, with or without
+            reasoning before the question.
+        fill: what the new rows have in the dataset's other columns, for example `{"source": "replay"}`; None is a
+            value as well. Columns that nobody reads are better removed from the dataset.
 
-    Raises ValueError for a share out of range or too small for a single row, for other columns or kinds of dataset, and
-    for tasks that the probe asks.
+    Raises ValueError for a share out of range or too small for a single row, for other columns that `fill` does not
+    name, other kinds of dataset, for tasks that the probe asks, and for a probe that is none.
     """
     style = _style(dataset)
+    filling = _filling(dataset, style, dict(fill or {}))
     if not 0 < share < 1:
         raise ValueError(f"share={share}: give the share of rows that are replayed, above 0 and below 1")
     count = round(len(dataset) * share / (1 - share))
@@ -74,7 +85,7 @@ def replay(
         )
         for i in range(count)
     ]
-    rows = [_row(sample, style) for sample in samples]
+    rows = [{**filling, **_row(sample, style)} for sample in samples]
     print(
         f"routeguard: replay: {count} of {len(dataset) + count} rows ask {', '.join(task.name for task in chosen)} at "
         f"{list(lengths)} tokens; a probe on these kinds proves little (their names are not the probe's)",
@@ -103,15 +114,50 @@ def _style(dataset: Any) -> str:
     )
 
 
+def _filling(dataset: Any, style: str, fill: dict[str, Any]) -> dict[str, Any]:
+    own = {"messages"} if style == "messages" else {"prompt", "completion"}
+    others = [name for name in dataset.column_names if name not in own]
+    unfilled = [name for name in others if name not in fill]
+    if unfilled:
+        raise ValueError(
+            f"the dataset has other columns: {', '.join(unfilled)}; say what replayed rows have there, "
+            f"fill={ {unfilled[0]: None} } (None where the Trainer takes it), or remove them: "
+            f"dataset.remove_columns({unfilled})"
+        )
+    unknown = [name for name in fill if name not in others]
+    if unknown:
+        raise ValueError(
+            f"fill names {', '.join(unknown)}; the dataset's other columns are {', '.join(others) or 'none'}"
+        )
+    return fill
+
+
+def _probed(probe: Any) -> set[str]:
+    """The kinds of question that a probe or a result asks, whether after reasoning or not."""
+    if probe is None:
+        return set()
+    from routeguard.recall.probe import RecallProbe
+
+    if isinstance(probe, RecallResult):
+        names: Iterable[str] = probe.tasks
+    elif isinstance(probe, RecallProbe):
+        names = [task.name for task in probe.tasks]
+    else:
+        inner = getattr(probe, "probe", None)
+        hint = "; give the guard's own probe, probe=guard.probe" if isinstance(inner, RecallProbe) else ""
+        raise ValueError(f"probe takes a RecallProbe or a RecallResult; got {type(probe).__name__}{hint}")
+    return {name.removesuffix(SUFFIX) for name in names}
+
+
 def _tasks(tasks: str | Task | Iterable[str | Task] | None, probe: Any) -> tuple[Task, ...]:
-    probed = {getattr(task, "name", task) for task in getattr(probe, "tasks", ())}
+    probed = _probed(probe)
     if tasks is None:
         left = [name for name in REPLAY_TASKS if name not in probed]
         if not left:
             raise ValueError(f"the probe asks all of {', '.join(REPLAY_TASKS)}; give tasks= that it does not ask")
         return find_tasks(left)
     chosen = find_tasks(tasks)
-    both = [task.name for task in chosen if task.name in probed]
+    both = [task.name for task in chosen if task.name.removesuffix(SUFFIX) in probed]
     if both:
         raise ValueError(
             f"the probe asks {', '.join(both)} too: it would measure what is trained; replay other tasks, or "
@@ -134,7 +180,10 @@ def _mixed(dataset: Any, rows: list[dict[str, Any]], rng: random.Random) -> Any:
     from datasets import Dataset, concatenate_datasets
 
     columns = {name: [row.get(name) for row in rows] for name in dataset.column_names}
-    new = Dataset.from_dict(columns, features=dataset.features)
+    try:
+        new = Dataset.from_dict(columns, features=dataset.features)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"replayed rows do not fit the dataset's columns {dataset.features}: {error}") from None
     total = len(dataset) + len(rows)
     places = set(rng.sample(range(total), len(rows)))
     own, replayed = iter(range(len(dataset))), iter(range(len(dataset), total))
