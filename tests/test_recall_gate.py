@@ -120,3 +120,36 @@ def test_exit_codes_and_json(tmp_path: Path) -> None:
     ):
         bad = runner.invoke(app, ["gate", *arguments])
         assert bad.exit_code == 2 and message in bad.output
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.update(scores=None), "malformed"),
+        (lambda d: d.update(settings=None), "malformed"),
+        (lambda d: d.update(notes=None), "malformed"),
+        (lambda d: d["scores"][0].update(score="1"), "score='1'"),
+        (lambda d: d["scores"][0].update(score=float("nan")), "score=nan"),
+        (lambda d: d["scores"][0].update(length_tokens="4096"), "length_tokens='4096'"),
+        (lambda d: d["scores"][0].update(key=[1]), "key="),
+        (lambda d: d["scores"][0].update(values=3), "not a sample score"),
+        (lambda d: d["scores"].append(7), "not a sample score"),
+    ],
+)
+def test_malformed_files_are_refused(change, message: str, tmp_path: Path) -> None:
+    good = result({4096: [1.0] * 20})
+    good.save(tmp_path / "before.json")
+    data = good.to_dict()
+    change(data)
+    (tmp_path / "after.json").write_text(json.dumps(data))
+    for names in (["before.json", "after.json"], ["after.json", "before.json"]):
+        bad = runner.invoke(app, ["gate", *(str(tmp_path / name) for name in names)])
+        assert bad.exit_code == 2 and message in bad.output and "after.json" in bad.output
+
+
+def test_scores_that_are_no_numbers_are_not_judged() -> None:
+    good = result({4096: [1.0] * 20})
+    with pytest.raises(ValueError, match="AFTER has 1 scores that do not lie between 0 and 1, such as nan"):
+        gate(good, result({4096: [1.0] * 19 + [float("nan")]}))
+    with pytest.raises(ValueError, match="BEFORE has 20 scores"):
+        gate(result({4096: [float("nan")] * 20}), good)

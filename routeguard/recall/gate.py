@@ -110,7 +110,7 @@ def gate(
         seed: of the bootstrap.
         reasoning: scores of your own before and after, shown beside.
 
-    Raises ValueError if the samples are not the same, or fewer than 8 at a length.
+    Raises ValueError if the samples are not the same, or fewer than 8 at a length, and for scores that are no numbers.
     """
     if not 0 < max_drop <= 1 or not 0.5 < confidence < 1 or num_resamples < 100:
         raise ValueError(
@@ -143,6 +143,13 @@ def gate(
 
 
 def _paired(before: RecallResult, after: RecallResult) -> list[tuple[SampleScore, SampleScore]]:
+    for name, result in (("BEFORE", before), ("AFTER", after)):
+        strange = [score for score in result.scores if not 0 <= score.score <= 1]  # NaN is in no range
+        if strange:
+            raise ValueError(
+                f"{name} has {len(strange)} scores that do not lie between 0 and 1, such as {strange[0].score} "
+                f"({strange[0].task} at {strange[0].length_tokens} tokens); measure again"
+            )
     first, second = ({score.key: score for score in result.scores} for result in (before, after))
     if not first or first.keys() != second.keys():
         shared = len(first.keys() & second.keys())

@@ -18,12 +18,13 @@ def last_logits(model: Any, input_ids: Tensor, keep: int, *, prefill_tokens: int
         model: a causal language model in evaluation mode.
         input_ids: `[rows, tokens]`, all rows of one length, on the model's device.
         keep: how many positions, 1 to `tokens`.
-        prefill_tokens: read the rows in pieces of this many tokens through the model's cache; None: at once.
+        prefill_tokens: read the rows in pieces of this many tokens through the model's cache. None, and rows no longer
+            than a piece: at once.
 
     Raises ValueError if the model has no output layer that can be narrowed.
     """
     head = input_ids.shape[1] - keep
-    if prefill_tokens is None or head < 1:
+    if prefill_tokens is None or head < 1 or input_ids.shape[1] <= prefill_tokens:
         return _forward(model, input_ids, keep)
     from transformers import DynamicCache
 
@@ -38,7 +39,9 @@ def takes_prompts_in_pieces(model: Any, input_ids: Tensor, keep: int, prefill_to
     """Whether reading in pieces gives the logits of reading at once, found out by doing both on `input_ids`.
 
     Many recurrent and convolution layers start anew with each piece; their answers would be wrong without a warning.
+    The cache is used even if `input_ids` are no longer than a piece.
     """
+    prefill_tokens = min(prefill_tokens, input_ids.shape[1] - keep)
     try:
         pieces = last_logits(model, input_ids, keep, prefill_tokens=prefill_tokens)
     except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError, IndexError, KeyError):

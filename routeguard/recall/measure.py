@@ -215,8 +215,9 @@ def _refuse_unreadable_pieces(model: Any, plan: Plan, encoder: Encoder, prefill_
 
     longest = max(plan.lengths)
     if prefill_tokens >= longest:
-        return
-    ids = plan.sample(encoder, plan.tasks[0], longest, 0).prompt_ids[: 2 * prefill_tokens + 16]
+        return  # every row is read at once
+    sample = plan.sample(encoder, plan.tasks[0], longest, 0)
+    ids = (*sample.prompt_ids, *sample.answer_ids)[: 2 * prefill_tokens + 16]
     keep = min(8, len(ids) - 1)
     device = next(model.parameters()).device
     if not takes_prompts_in_pieces(model, torch.tensor([ids], device=device), keep, prefill_tokens):
@@ -230,8 +231,8 @@ def _notes(plan: Plan, tokenizer: Any, method: Method) -> Iterator[str]:
     several = [t.name for t in plan.tasks if getattr(t, "num_values", 1) * getattr(t, "num_queries", 1) > 1]
     if method == "forced" and several:
         yield (
-            f"{', '.join(several)}: teacher-forced, several values are expected in the order of the text; "
-            "method='generated' takes them in any order, as RULER does"
+            f"{', '.join(several)}: teacher-forced, several values are expected in one order (that of the text, "
+            "of several names that of the question); method='generated' takes them in any order, as RULER does"
         )
     words = len(plan.haystack.words)
     prose = any(getattr(getattr(t, "task", t), "filling", "") == "prose" for t in plan.tasks)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
+from routeguard.recall.demo_needles import DemoNeedles
 from routeguard.recall.task import Draft, Material, Rendered, Task
 
 SUFFIX = "+reasoning"
@@ -20,10 +21,19 @@ class AfterReasoning:
     Args:
         task: a task whose question is the last line of its text.
         num_steps: length of the chain; a step is a sentence of about 25 tokens.
+
+    Raises ValueError for the demo's needles, whose language has no words for a chain of thought.
     """
 
     task: Task
     num_steps: int = 12
+
+    def __post_init__(self) -> None:
+        if isinstance(self.task, DemoNeedles):
+            raise ValueError(
+                f"no recall task '{self.task.name}{SUFFIX}': the demo's language has no words for a chain of thought; "
+                f"ask {self.task.name} alone, or another task with '{SUFFIX}'"
+            )
 
     @property
     def name(self) -> str:

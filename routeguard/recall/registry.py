@@ -32,7 +32,7 @@ DEFAULT_TASKS = ("niah_single_2", "niah_single_3", "niah_multikey_2")
 def find_task(task: str | Task) -> Task:
     """The task itself, or the one of that name; `NAME+reasoning` puts a chain of thought before its question.
 
-    Raises ValueError for an unknown name, with the nearest one.
+    Raises ValueError for an unknown name, with the nearest one, and for `demo_needles+reasoning`.
     """
     if not isinstance(task, str):
         return task

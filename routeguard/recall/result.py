@@ -139,6 +139,8 @@ class RecallResult:
             return cls(scores, dict(data["settings"]), tuple(data["notes"]))
         except KeyError as error:
             raise ValueError(f"the recall result lacks {error}") from None
+        except TypeError as error:
+            raise ValueError(f"the recall result is malformed: {error}") from None
 
     def save(self, path: str | Path) -> None:
         """Write JSON, atomically."""

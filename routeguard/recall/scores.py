@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -52,9 +53,28 @@ class SampleScore:
             score = cls(**{**data, "values": values})
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a sample score: {error}") from None
+        wrong = [
+            f"{name}={getattr(score, name)!r}"
+            for name, kinds in (("key", str), ("task", str), ("length_tokens", int), ("index", int))
+            if not isinstance(getattr(score, name), kinds)
+        ]
+        if not _is_number(score.score) or not 0 <= score.score <= 1:
+            wrong.append(f"score={score.score!r}")
+        wrong += [f"value depth={value.depth!r}" for value in values if not _is_number(value.depth)]
+        wrong += [
+            f"{name}={number!r}"
+            for name, number in (("depth", score.depth), ("token_accuracy", score.token_accuracy), ("nll", score.nll))
+            if number is not None and not isinstance(number, (int, float))
+        ]
+        if wrong:
+            raise ValueError(f"not a sample score: {', '.join(wrong)}")
         if any(value.outcome not in OUTCOMES for value in values):
             raise ValueError(f"unknown outcomes in {[value.outcome for value in values]}; there are {OUTCOMES}")
         return score
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def score_answers(
