@@ -128,6 +128,7 @@ def test_formats_of_data_give_the_same_tokens(tmp_path: Path) -> None:
     ("content", "arguments", "message"),
     [
         ('{"text": "a"}', [], "give --tokenizer FOLDER or --model FOLDER"),
+        ('{"text": "a"}', ["--tokenizer", "/nowhere"], "/nowhere is not a folder; give a folder with a tokenizer"),
         ("{broken", ["--tokenizer", str(WEIGHTS)], "is not JSONL"),
         ("[1]", ["--tokenizer", str(WEIGHTS)], "holds no list of samples"),
         ('{"text": "river"}', ["--tokenizer", str(WEIGHTS), "--lengths", "x"], "not a list of lengths like"),

@@ -39,6 +39,12 @@ def test_the_curve_decides_where_it_is_not_exponential() -> None:
     assert _reach(curve, 150).share == pytest.approx(0.2 / np.median(heavy[1:33]), rel=0.01)
 
 
+def test_a_curve_that_does_not_fall_says_nothing_beyond_what_was_measured() -> None:
+    flat = DecayCurve(np.arange(200), np.tile(1 + np.arange(200) / 1000, (3, 1)), np.ones((3, 200)), np.zeros(200))
+    assert _reach(flat, 150).share == pytest.approx(1.15, rel=0.05)
+    assert math.isnan(_reach(flat, 100_000).share)
+
+
 def test_a_text_that_never_repeats_a_token_at_once() -> None:
     steps = np.arange(1, 200)
     values = np.exp(-steps / 30)
@@ -81,7 +87,8 @@ def test_verdict_follows_the_threshold() -> None:
     reaches = (Reach(100, 0.5, True), Reach(200, 0.02, True), Reach(300, 0.001, False))
     stated = replace(report, reaches=reaches)
     assert stated.unreinforced == (300,) and replace(stated, threshold=0.05).unreinforced == (200, 300)
-    assert "every length asked about is reinforced" in str(replace(stated, reaches=reaches[:1]))
+    assert str(replace(stated, reaches=reaches[:1])).endswith("every length asked about is reinforced")
+    assert str(replace(stated, reaches=(Reach(100, 0.5, False),))).endswith("is reinforced, some by the fit only")
     assert isinstance(stated, LocalityReport)
 
 

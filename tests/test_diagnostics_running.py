@@ -91,3 +91,11 @@ def test_lengths_beyond_the_positions_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="33 tokens are beyond the 32 positions"):
         measure[name](LONG[:, :33])
     measure[name](LONG[:, :33], insist=True)
+
+
+def test_tokens_of_another_tokenizer_are_refused() -> None:
+    model: Any = build("lfm2")
+    size = model.get_input_embeddings().num_embeddings
+    attention_distance(model, torch.full((1, 20), size - 1), num_queries=8)
+    with pytest.raises(ValueError, match=f"token {size} is not one of this model's {size}"):
+        attention_distance(model, torch.full((1, 20), size), num_queries=8)

@@ -168,6 +168,8 @@ def locality(
     check_plot(plot)
     if tokenizer is None and model is None:
         raise ValueError("give --tokenizer FOLDER or --model FOLDER: the data must become tokens")
+    if tokenizer is not None and not tokenizer.is_dir():
+        raise ValueError(f"{tokenizer} is not a folder; give a folder with a tokenizer")
     loaded, found = load_model(model) if model is not None else (None, None)
     if tokenizer is not None or found is None:
         from transformers import AutoTokenizer

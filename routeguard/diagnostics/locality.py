@@ -71,7 +71,7 @@ class LocalityReport:
 
     @property
     def unknown(self) -> tuple[int, ...]:
-        """The lengths of which nothing can be said: beyond what was measured, and without a fit."""
+        """The lengths of which nothing can be said: beyond what was measured, and without a fit that falls."""
         return tuple(reach.length for reach in self.reaches if math.isnan(reach.share))
 
     @property
@@ -116,11 +116,12 @@ class LocalityReport:
             )
         if self.unknown:
             lines.append(
-                f"not known at {_listed(self.unknown)} tokens: neither measured there nor enough signal for a fit; "
+                f"not known at {_listed(self.unknown)} tokens: neither measured there nor a fall that could be fitted; "
                 "give more or longer data, or ask for shorter lengths"
             )
         if not self.unreinforced and not self.unknown:
-            lines.append("every length asked about is reinforced")
+            guessed = "" if all(reach.measured for reach in self.reaches) else ", some by the fit only"
+            lines.append(f"every length asked about is reinforced{guessed}")
         return "\n".join(lines)
 
     def _verdict(self, reach: Reach) -> str:
@@ -230,7 +231,8 @@ def _reach(curve: DecayCurve, length: int) -> Reach:
     if length <= curve.lags[-1] and near.any():
         return Reach(length, max(float(values[near].mean()) / usual, 0.0), True)
     fit = _fit(curve)
-    return Reach(length, math.nan if fit is None else fit.at(length) / usual, False)
+    known = fit is not None and math.isfinite(fit.width_tokens)  # where no fall was seen, none can be carried on
+    return Reach(length, fit.at(length) / usual if fit is not None and known else math.nan, False)
 
 
 def _fit(curve: DecayCurve) -> DecayFit | None:

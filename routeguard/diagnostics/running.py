@@ -40,10 +40,11 @@ def refuse_beyond_positions(model: nn.Module, num_tokens: int) -> None:
 def run_tokens(model: nn.Module, input_ids: Tensor, *, keep_logits: bool = False) -> Any:
     """One forward pass on [B, T] tokens without a cache; logits of the last token only, where the model can.
 
-    Raises ValueError for tokens of another shape.
+    Raises ValueError for tokens of another shape, or that the model does not have.
     """
     if input_ids.dim() != 2:
         raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; give [sequences, tokens], without padding")
+    _refuse_unknown_tokens(model, input_ids)
     device = next(model.parameters()).device
     options: dict[str, Any] = {"use_cache": False}
     signatures = [inspect.signature(module.forward).parameters for module in islice(model.modules(), 4)]
@@ -52,6 +53,18 @@ def run_tokens(model: nn.Module, input_ids: Tensor, *, keep_logits: bool = False
     if not keep_logits and not prunes and any("logits_to_keep" in parameters for parameters in signatures):
         options["logits_to_keep"] = 1
     return model(input_ids=input_ids.to(device), **options)
+
+
+def _refuse_unknown_tokens(model: nn.Module, input_ids: Tensor) -> None:
+    try:
+        size = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):  # a module of one's own
+        return
+    largest = int(input_ids.max()) if input_ids.numel() else 0
+    if largest >= size:
+        raise ValueError(
+            f"token {largest} is not one of this model's {size}; were the tokens made by another model's tokenizer?"
+        )
 
 
 def chosen_attention(model: nn.Module, layers: Iterable[int] | None) -> tuple[AttentionLayer, ...]:
