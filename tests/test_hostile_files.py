@@ -297,6 +297,19 @@ def test_a_damaged_byte_of_a_header_ends_in_a_clear_error(
 
 
 @pytest.mark.slow
+def test_every_byte_of_a_header_damaged_in_every_way(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    write_file(path, {"a": ("F32", [2, 2], b"\0" * 16), "b": ("BF16", [3], b"\1" * 6)}, {"format": "pt"})
+    whole = path.read_bytes()
+    header, data = whole[8:-22], whole[-22:]
+    for at in range(len(header)):
+        for byte in range(256):
+            damaged = bytes([byte])
+            for text in (header[:at] + damaged + header[at + 1 :], header[:at] + damaged + header[at:]):
+                check_like_safetensors(raw_file(path, text, data))
+
+
+@pytest.mark.slow
 @settings(
     max_examples=4000, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
