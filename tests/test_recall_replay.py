@@ -158,6 +158,10 @@ def test_rows_of_the_default_lengths_survive_the_default_max_length(tmp_path: Pa
     trainer = SFTTrainer(model, args=args, processing_class=tokenizer, train_dataset=mixed)
     long = [row for row in trainer.train_dataset if len(row["input_ids"]) > 200]
     assert len(long) == len(new_rows(mixed)) == 5 and max(len(row["input_ids"]) for row in long) > 800
+    chat = byte_bpe(chat=True)
+    turns = [row["messages"] for row in new_rows(replay(own(20, "messages"), chat, 0.2))]
+    sizes = [len(chat.apply_chat_template(each, tokenize=True, return_dict=False)) for each in turns]
+    assert len(sizes) == 5 and 800 < max(sizes) <= default
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -26,7 +26,7 @@ def replay(
     share: float = 0.02,
     *,
     tasks: str | Task | Iterable[str | Task] | None = None,
-    lengths: Sequence[int] = (512, 1024),
+    lengths: Sequence[int] = (512, 960),
     haystack: Any = None,
     seed: int = 0,
     probe: RecallProbe | RecallResult | None = None,
@@ -48,7 +48,8 @@ def replay(
         share: share of the new dataset's rows, above 0 and below 1.
         tasks: kinds of question. None (default): `REPLAY_TASKS`, less what the probe asks.
         lengths: tokens of a new row, in turn. Rows longer than the training's `max_length` (TRL: 1024 unless set) are
-            dropped or cut by the Trainer, so that nothing is replayed; keep them below it.
+            dropped or cut by the Trainer, so that nothing is replayed; stay some tokens below it, since a chat template
+            may end the answer's turn with a few more.
         haystack: as in `measure_recall`.
         seed: of all randomness.
         probe: the `RecallProbe`, or `RecallResult`, that this run is judged by: its tasks are left out, with or without
