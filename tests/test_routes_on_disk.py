@@ -157,6 +157,12 @@ def test_raw_hub_configs_without_layer_types(tmp_path: Path) -> None:
         find_routes(tmp_path)
 
 
+def index_instead(folder: Path, content: str) -> None:
+    """An index where the only file was: beside that file nobody reads it."""
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(content)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -170,13 +176,11 @@ def test_raw_hub_configs_without_layer_types(tmp_path: Path) -> None:
             "malformed safetensors header",
         ),
         (
-            lambda folder: (folder / "model.safetensors.index.json").write_text(
-                '{"weight_map": {"a": "../elsewhere.safetensors"}}'
-            ),
+            lambda folder: index_instead(folder, '{"weight_map": {"a": "../elsewhere.safetensors"}}'),
             "not a file inside the folder",
         ),
         (
-            lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b"}}'),
+            lambda folder: index_instead(folder, '{"weight_map": {"a": "b"}}'),
             "is missing from",
         ),
     ],
