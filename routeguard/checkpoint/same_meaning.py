@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,11 @@ def compare_meaning(
 
     Raises ValueError, listing the facts with both values, if they differ and `insist` is False.
     """
-    tuned = meaning_of_config(config, whole)
-    if _equal(tuned, start.meaning):
+    written = meaning_of_config(config, whole)
+    if written == start.meaning:
         return ()
+    from routeguard.restoration.sources import complete_config  # with torch and transformers: only where it matters
+
     completed = complete_config(folder)
     if completed is not None:
         tuned = meaning_of_config(completed, whole)
@@ -40,20 +41,4 @@ def compare_meaning(
         if other is not None:
             geometry = {name: value for name, value in start.meaning.items() if name in meaning_of_config({}, whole)}
             return check_same_meaning(tuned, {**geometry, **meaning_of_config(other)}, insist=insist)
-    return check_same_meaning(meaning_of_config(config, whole), start.meaning, insist=insist)
-
-
-def complete_config(folder: Path) -> dict[str, Any] | None:
-    """The config with the defaults that `config.json` may leave out, or None for remote code and unknown types."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception:  # whatever a config of an unknown or newer kind makes it raise
-        return None
-    content: dict[str, Any] = config.to_dict()
-    return content
-
-
-def _equal(tuned: Mapping[str, Any], start: Mapping[str, Any]) -> bool:
-    return bool(tuned) and dict(tuned) == dict(start)
+    return check_same_meaning(written, start.meaning, insist=insist)

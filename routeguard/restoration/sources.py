@@ -151,7 +151,7 @@ def _from_checkpoint(folder: Path) -> Source:
     raw = checkpoint_config(folder)
     stored = stored_checkpoint(folder)
     routes = resolve(raw, stored, **_EVERYTHING)
-    config = _complete_config(folder) or raw
+    config = complete_config(folder) or raw
     return Source(
         origin=f"the checkpoint {folder}",
         shapes={name: tensor.shape for name, tensor in stored.items()},
@@ -171,7 +171,7 @@ def _from_files(path: Path, stored: Mapping[str, StoredTensor], model: nn.Module
     )
 
 
-def _complete_config(folder: Path) -> dict[str, Any] | None:
+def complete_config(folder: Path) -> dict[str, Any] | None:
     """The config with the defaults that `config.json` may leave out, or None for remote code and unknown types."""
     from transformers import AutoConfig
 
@@ -179,7 +179,7 @@ def _complete_config(folder: Path) -> dict[str, Any] | None:
     try:
         holder.config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         return model_config(holder)
-    except (ValueError, KeyError, OSError, ImportError):
+    except Exception:  # whatever the config of an unknown, newer or damaged kind makes it raise
         return None
 
 
