@@ -10,6 +10,7 @@ run with the files dropped from the cache, beside a plain read of as many bytes.
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
 import shutil
@@ -24,6 +25,7 @@ from statistics import median
 
 import numpy as np
 
+import routeguard
 from routeguard import find_routes
 from routeguard.storage.folder import stored_checkpoint
 from routeguard.storage.header import read_header
@@ -310,6 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--mergekit", type=Path, help="path of the mergekit-yaml command, to compare with")
     parser.add_argument("--folder", type=Path, help="where to write (three times the size); default: temporary")
     options = parser.parse_args(arguments)
+    compileall.compile_dir(Path(routeguard.__file__).parent, quiet=1)  # as pip does when it installs a package
     print("restoring a checkpoint on disk; every figure is the median of processes of their own, cache warm")
     for gigabytes in options.gigabytes:
         with tempfile.TemporaryDirectory(dir=options.folder) as place:

@@ -190,7 +190,7 @@ def test_the_commands_end_to_end(tmp_path: Path) -> None:
 def test_bad_input_is_one_message_and_exit_code_2(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from typer.testing import CliRunner
+    from click.testing import CliRunner
 
     from routeguard.cli.main import app
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from routeguard import Routes, find_routes
 from routeguard.cli.main import app, parse_layers

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from routeguard.cli.main import app
 from routeguard.demo import tasks

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from routeguard.cli.main import app
 from routeguard.diagnostics.drift_report import drift_report

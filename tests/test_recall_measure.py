@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from routeguard import RecallResult, measure_recall
 from routeguard.cli.main import app

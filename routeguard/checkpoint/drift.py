@@ -146,10 +146,10 @@ def checkpoint_drift(
     notes = [*start.notes, *compare_meaning(tuned_folder, config, whole, start, insist=insist)]
     rows = plan_rows(stored, routes, start)
     total = sum(row.tuned.num_bytes + row.start.num_bytes for row in rows)
-    prefetch(rows)
     tensors: list[TensorDrift] = []
     read = 0
-    with ThreadPoolExecutor(2) as workers:
+    with ThreadPoolExecutor(3) as workers:
+        workers.submit(prefetch, rows)
         for row, measured in zip(rows, workers.map(partial(_tensor_drift, routes=routes), rows), strict=True):
             progress("reading", read, total)
             tensors.append(measured)
@@ -171,10 +171,13 @@ def _tensor_drift(row: RowRestore, routes: Routes) -> TensorDrift:
     changed = np.zeros(row.route.num_rows, dtype=bool)
     for at, start, tuned in _row_blocks(row):
         with np.errstate(invalid="ignore", over="ignore"):
-            difference = tuned - start
-            moved[at] += np.einsum("ij,ij->i", difference, difference)
-            size[at] += np.einsum("ij,ij->i", start, start)
-            changed[at] |= (start != tuned).any(axis=1)  # also what is too small for a square
+            size[at] += np.vecdot(start, start)
+            difference = np.subtract(tuned, start, out=tuned)
+            squares = np.vecdot(difference, difference)
+            moved[at] += squares
+            changed[at] |= squares > 0
+            if not squares.all():  # nothing moved, or less than a square can show
+                changed[at] |= difference.any(axis=1)
     if not np.isfinite(moved.sum() + size.sum()):
         raise ValueError(
             f"{row.route.parameter} holds NaN or infinite weights, here or in its start: no drift to measure"
@@ -198,12 +201,16 @@ def _tensor_drift(row: RowRestore, routes: Routes) -> TensorDrift:
 
 
 def _row_blocks(row: RowRestore) -> Iterator[tuple[slice, Floats, Floats]]:
-    """(which of the route's rows, their start values, their tuned values), rows first, a part at a time."""
+    """(which of the route's rows, their start values, their tuned values), rows first, a part at a time.
+
+    Both arrays are the caller's to write on, and overwritten by the next part.
+    """
     shape, dim = row.route.shape, row.route.dim
     inner = prod(shape[dim + 1 :]) if dim == 0 else row.route.num_rows
     items = max(row.start.tensor.item_bytes, row.tuned.tensor.item_bytes)
-    block = max(1, CHUNK_BYTES // (items * max(inner, 1)))
-    pairs = zip(_floats(row.start, block * inner), _floats(row.tuned, block * inner), strict=True)
+    block = max(1, CHUNK_BYTES // (items * max(inner, 1))) * inner
+    dtype = np.float64 if items == 8 else np.float32
+    pairs = zip(_floats(row.start, block, dtype), _floats(row.tuned, block, dtype), strict=True)
     done = 0
     for start, tuned in pairs:
         start, tuned = start.reshape(-1, inner), tuned.reshape(-1, inner)
@@ -214,9 +221,11 @@ def _row_blocks(row: RowRestore) -> Iterator[tuple[slice, Floats, Floats]]:
             done += len(start)
 
 
-def _floats(part: Slice, chunk_elements: int) -> Iterator[Floats]:
-    for chunk in part.chunks(chunk_elements):
-        yield to_floats(chunk, part.tensor.dtype)
+def _floats(part: Slice, chunk_elements: int, dtype: type) -> Iterator[Floats]:
+    buffer = bytearray(chunk_elements * part.tensor.item_bytes)
+    room: Floats = np.empty(chunk_elements, dtype)
+    for chunk in part.read_through(buffer):
+        yield to_floats(chunk, part.tensor.dtype, room)
 
 
 def _num_heads(route: Route, routes: Routes) -> int:

@@ -34,9 +34,9 @@ class Finding:
 def examine(rows: Sequence[RowRestore], progress: Progress = no_progress) -> list[Finding]:
     """Compare every row with its start, a part at a time. Raises ValueError for NaN or infinite weights in either."""
     findings, bad = [], []
-    prefetch(rows)
     done, total = 0, sum(row.tuned.num_bytes for row in rows)
-    with ThreadPoolExecutor(2) as workers:  # reading, hashing and arithmetic leave the interpreter's lock
+    with ThreadPoolExecutor(3) as workers:  # reading, hashing and arithmetic leave the interpreter's lock
+        workers.submit(prefetch, rows)
         for row, (finding, fault) in zip(rows, workers.map(_examine, rows), strict=True):
             progress("comparing", done, total)
             done += row.tuned.num_bytes

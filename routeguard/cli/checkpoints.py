@@ -6,40 +6,63 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
-from routeguard.cli.shared import AsJson, Layers, Norms, clear_errors, parse_heads, parse_layers, parse_roles
+from routeguard.cli.shared import (
+    FolderOrFile,
+    clear_errors,
+    insist_option,
+    json_option,
+    layers_option,
+    norms_option,
+    parse_heads,
+    parse_layers,
+    parse_roles,
+)
 
-checkpoints = typer.Typer(rich_markup_mode=None)
-
-Base = Annotated[str, typer.Argument(help="What the tuning started from: a folder, a Hub model id, a guard's sidecar.")]
-Tuned = Annotated[Path, typer.Argument(help="The tuned checkpoint or adapter folder.")]
-Roles = Annotated[str, typer.Option("--roles", help="query,key by default; for ablations also value and output.")]
-Insist = Annotated[bool, typer.Option("--insist", help="Go on although the check that refuses says no.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+roles_option = click.option("--roles", default="query,key", help="For ablations also value and output.")
+quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")
 
 
-@checkpoints.command()
+@click.command()
+@click.argument("base")
+@click.argument("tuned", type=FolderOrFile)
+@click.option("--out", type=FolderOrFile, help="Folder for the repaired copy; must not exist.")
+@click.option("--in-place", is_flag=True, help="Change TUNED itself, with an undo file.")
+@click.option("--method", default="qk", help="qk (QK-Restore), qk_pro or interpolate.")
+@click.option("--ridge", type=float, help="Of qk_pro, 0 to inf. Default 0.1.")
+@click.option("--alpha", type=float, help="Of interpolate, 0 to 1. Default 0.5.")
+@roles_option
+@layers_option
+@click.option("--heads", metavar="3:0,2;7:1", help="Only these query heads (layer:heads) and the keys they read.")
+@norms_option
+@insist_option
+@quiet_option
+@json_option
 @clear_errors
 def restore(
-    base: Base,
-    tuned: Tuned,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for the repaired copy; must not exist.")] = None,
-    in_place: Annotated[bool, typer.Option("--in-place", help="Change TUNED itself, with an undo file.")] = False,
-    method: Annotated[str, typer.Option(help="qk (QK-Restore), qk_pro or interpolate.")] = "qk",
-    ridge: Annotated[float | None, typer.Option(help="Of qk_pro, 0 to inf. Default 0.1.")] = None,
-    alpha: Annotated[float | None, typer.Option(help="Of interpolate, 0 to 1. Default 0.5.")] = None,
-    roles: Roles = "query,key",
-    layers: Layers = None,
-    heads: Annotated[str | None, typer.Option("--heads", help="Only these query heads: 3:0,2 or 3:0,2;7:1.")] = None,
-    norms: Norms = False,
-    insist: Insist = False,
-    quiet: Quiet = False,
-    as_json: AsJson = False,
+    base: str,
+    tuned: Path,
+    out: Path | None,
+    in_place: bool,
+    method: str,
+    ridge: float | None,
+    alpha: float | None,
+    roles: str,
+    layers: str | None,
+    heads: str | None,
+    norms: bool,
+    insist: bool,
+    quiet: bool,
+    as_json: bool,
 ) -> None:
-    """Put the queries and keys of TUNED's full-attention layers back to those of BASE. All other bytes stay."""
+    """Put the queries and keys of TUNED's full-attention layers back to those of BASE. All other bytes stay.
+
+    BASE is what the tuning started from: a folder, a Hub model id, or a guard's sidecar. TUNED is a checkpoint folder
+    or an adapter folder.
+    """
     from routeguard.checkpoint.restore import restore_checkpoint
 
     with _ProgressBar(shown=not quiet and not as_json) as progress:
@@ -60,24 +83,37 @@ def restore(
         _show(report, quiet=quiet, as_json=as_json)
     except OSError as error:  # a full disk or a closed pipe behind standard output
         done = "was changed in place (`routeguard undo` brings it back)" if in_place else "was written"
-        typer.echo(f"routeguard: {report.output} {done}; only its report could not be printed: {error}", err=True)
+        click.echo(f"routeguard: {report.output} {done}; only its report could not be printed: {error}", err=True)
 
 
-@checkpoints.command()
+@click.command()
+@click.argument("base")
+@click.argument("tuned", type=FolderOrFile)
+@roles_option
+@layers_option
+@norms_option
+@click.option("--routing", is_flag=True, help="Also the drift of each head's logit form.")
+@click.option("--plot", type=FolderOrFile, help="Write a picture (PNG, SVG, PDF).")
+@insist_option
+@quiet_option
+@json_option
 @clear_errors
 def drift(
-    base: Base,
-    tuned: Tuned,
-    roles: Roles = "query,key",
-    layers: Layers = None,
-    norms: Norms = False,
-    routing: Annotated[bool, typer.Option("--routing", help="Also the drift of each head's logit form.")] = False,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Write a picture (PNG, SVG, PDF).")] = None,
-    insist: Insist = False,
-    quiet: Quiet = False,
-    as_json: AsJson = False,
+    base: str,
+    tuned: Path,
+    roles: str,
+    layers: str | None,
+    norms: bool,
+    routing: bool,
+    plot: Path | None,
+    insist: bool,
+    quiet: bool,
+    as_json: bool,
 ) -> None:
-    """Show how far TUNED's queries and keys moved from BASE, by layer, role and head. Reads only those rows."""
+    """Show how far TUNED's queries and keys moved from BASE, by layer, role and head. Reads only those rows.
+
+    BASE is what the tuning started from: a folder, a Hub model id, or a guard's sidecar.
+    """
     from routeguard.checkpoint.drift import checkpoint_drift
 
     with _ProgressBar(shown=not quiet and not as_json) as progress:
@@ -95,18 +131,20 @@ def drift(
         found.plot().savefig(plot, dpi=150)
     _show(found, quiet=quiet, as_json=as_json)
     if plot is not None and not quiet and not as_json:
-        typer.echo(f"picture: {plot}")
+        click.echo(f"picture: {plot}")
 
 
-@checkpoints.command()
+@click.command()
+@click.argument("folder", type=FolderOrFile)
+@insist_option
+@quiet_option
+@json_option
 @clear_errors
-def undo(
-    folder: Annotated[Path, typer.Argument(help="A checkpoint that was restored in place.")],
-    insist: Insist = False,
-    quiet: Quiet = False,
-    as_json: AsJson = False,
-) -> None:
-    """Bring back every byte that `restore --in-place` wrote over, also after it was interrupted."""
+def undo(folder: Path, insist: bool, quiet: bool, as_json: bool) -> None:
+    """Bring back every byte that `restore --in-place` wrote over, also after it was interrupted.
+
+    FOLDER is the checkpoint that was restored in place.
+    """
     from routeguard.checkpoint.in_place import undo_restore
 
     _show(undo_restore(folder, insist=insist), quiet=quiet, as_json=as_json)
@@ -127,9 +165,9 @@ def _method(name: str, ridge: float | None, alpha: float | None) -> Any:
 
 def _show(report: Any, *, quiet: bool, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(report.to_dict(), indent=2))
+        click.echo(json.dumps(report.to_dict(), indent=2))
     elif not quiet:
-        typer.echo(str(report))
+        click.echo(str(report))
 
 
 class _ProgressBar:

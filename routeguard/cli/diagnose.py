@@ -2,45 +2,62 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
-from routeguard.cli.shared import AsJson, Layers, clear_errors, load_model, parse_layers, parse_lengths
-
-diagnose = typer.Typer(
-    name="diagnose",
-    help="Why does recall fall? Attention distance, locality, routing pictures, layer importance, drift.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
+from routeguard.cli.shared import (
+    FolderOrFile,
+    clear_errors,
+    insist_option,
+    json_option,
+    layers_option,
+    load_model,
+    parse_layers,
+    parse_lengths,
 )
 
-Model = Annotated[Path, typer.Argument(help="The model: a checkpoint folder with its tokenizer.")]
-Before = Annotated[Path | None, typer.Option("--before", help="The starting checkpoint, to compare with.")]
-TextFile = Annotated[Path | None, typer.Option("--text", help="Text file to measure on. Default: built-in prose.")]
-Tokens = Annotated[int, typer.Option("--tokens", help="Length of a sequence in tokens.")]
-Sequences = Annotated[int, typer.Option("--sequences", help="How many sequences.")]
-Insist = Annotated[bool, typer.Option("--insist", help="Beyond the model's positions, too.")]
-Plot = Annotated[Path | None, typer.Option("--plot", help="Write the picture to this file (.png, .pdf, .svg).")]
+before_option = click.option("--before", type=FolderOrFile, help="The starting checkpoint, to compare with.")
+text_option = click.option("--text", type=FolderOrFile, help="Text file to measure on. Default: built-in prose.")
+plot_option = click.option("--plot", type=FolderOrFile, help="Write the picture to this file (.png, .pdf, .svg).")
+
+
+@click.group()
+def diagnose() -> None:
+    """Why does recall fall? Attention distance, routing pictures, layer importance, drift."""
 
 
 @diagnose.command()
+@click.argument("model", type=FolderOrFile)
+@before_option
+@text_option
+@click.option("--tokens", default=2048, help="Length of a sequence in tokens.")
+@click.option("--sequences", default=1, help="How many sequences.")
+@click.option("--queries", default=64, help="Queries computed in each sequence.")
+@layers_option
+@insist_option
+@plot_option
+@json_option
 @clear_errors
 def distance(
-    model: Model,
-    before: Before = None,
-    text: TextFile = None,
-    tokens: Tokens = 2048,
-    sequences: Sequences = 1,
-    queries: Annotated[int, typer.Option("--queries", help="Queries computed in each sequence.")] = 64,
-    layers: Layers = None,
-    insist: Insist = False,
-    plot: Plot = None,
-    json: AsJson = False,
+    model: Path,
+    before: Path | None,
+    text: Path | None,
+    tokens: int,
+    sequences: int,
+    queries: int,
+    layers: str | None,
+    insist: bool,
+    plot: Path | None,
+    as_json: bool,
 ) -> None:
-    """How far back each head looks; with --before, which layers shortened, and what restoring Q/K gives back."""
+    """How far back each head looks; with --before, which layers shortened, and what restoring Q/K gives back.
+
+    MODEL is a checkpoint folder with its tokenizer.
+    """
     from routeguard.diagnostics.distance import attention_distance
     from routeguard.diagnostics.distance_change import distance_change
     from routeguard.diagnostics.plots import check_plot
@@ -59,23 +76,35 @@ def distance(
         with restored(loaded, start):
             states["restored"] = attention_distance(loaded, rows, **options)
         result = distance_change(states)
-    _show(result, json=json, plot=plot)
+    _show(result, as_json=as_json, plot=plot)
 
 
 @diagnose.command()
+@click.argument("model", type=FolderOrFile)
+@click.option("--layer", type=int, required=True, help="A full-attention layer.")
+@click.option("--head", type=int, required=True, help="Query head, from 0.")
+@before_option
+@text_option
+@click.option("--tokens", default=2048, help="Length of the sequence in tokens.")
+@insist_option
+@plot_option
+@json_option
 @clear_errors
 def picture(
-    model: Model,
-    layer: Annotated[int, typer.Option("--layer", help="A full-attention layer.")],
-    head: Annotated[int, typer.Option("--head", help="Query head, from 0.")],
-    before: Before = None,
-    text: TextFile = None,
-    tokens: Tokens = 2048,
-    insist: Insist = False,
-    plot: Plot = None,
-    json: AsJson = False,
+    model: Path,
+    layer: int,
+    head: int,
+    before: Path | None,
+    text: Path | None,
+    tokens: int,
+    insist: bool,
+    plot: Path | None,
+    as_json: bool,
 ) -> None:
-    """Where one head looks; with --before also before, restored, and the log-ratio of restored and after."""
+    """Where one head looks; with --before also before, restored, and the log-ratio of restored and after.
+
+    MODEL is a checkpoint folder with its tokenizer.
+    """
     from routeguard.diagnostics.plots import check_plot
     from routeguard.diagnostics.routing_picture import attention_map, routing_picture
     from routeguard.restoration.in_memory import restored
@@ -91,23 +120,35 @@ def picture(
         states["after"] = attention_map(loaded, rows, layer=layer, head=head, insist=insist)
         with restored(loaded, start):
             states["restored"] = attention_map(loaded, rows, layer=layer, head=head, insist=insist)
-    _show(routing_picture(states), json=json, plot=plot)
+    _show(routing_picture(states), as_json=as_json, plot=plot)
 
 
 @diagnose.command()
+@click.argument("model", type=FolderOrFile)
+@click.option("--tasks", default="niah_single_2", help="Recall tasks, as for `routeguard recall`.")
+@click.option("--lengths", default="2k", help="Context lengths in tokens, for example 1k,4k.")
+@click.option("--samples", type=click.IntRange(min=1), default=20, help="Samples for each task and length.")
+@click.option("--heads", is_flag=True, help="Leave out one head at a time, not whole layers.")
+@layers_option
+@insist_option
+@plot_option
+@json_option
 @clear_errors
 def importance(
-    model: Model,
-    tasks: Annotated[str, typer.Option("--tasks", help="Recall tasks, as for `routeguard recall`.")] = "niah_single_2",
-    lengths: Annotated[str, typer.Option("--lengths", help="Context lengths in tokens, for example 1k,4k.")] = "2k",
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Samples for each task and length.")] = 20,
-    heads: Annotated[bool, typer.Option("--heads", help="Leave out one head at a time, not whole layers.")] = False,
-    layers: Layers = None,
-    insist: Insist = False,
-    plot: Plot = None,
-    json: AsJson = False,
+    model: Path,
+    tasks: str,
+    lengths: str,
+    samples: int,
+    heads: bool,
+    layers: str | None,
+    insist: bool,
+    plot: Path | None,
+    as_json: bool,
 ) -> None:
-    """Which full-attention layers (or heads) recall hangs on: leave each one out and measure again."""
+    """Which full-attention layers (or heads) recall hangs on: leave each one out and measure again.
+
+    MODEL is a checkpoint folder with its tokenizer.
+    """
     from routeguard.diagnostics.importance import head_importance, layer_importance
     from routeguard.diagnostics.plots import check_plot
     from routeguard.recall.measure import measure_recall
@@ -121,44 +162,58 @@ def importance(
         return {name: result.accuracy(task=name) for name in result.tasks}
 
     rank = head_importance if heads else layer_importance
-    _show(rank(loaded, score, layers=parse_layers(layers)), json=json, plot=plot)
+    _show(rank(loaded, score, layers=parse_layers(layers)), as_json=as_json, plot=plot)
 
 
 @diagnose.command()
+@click.argument("run", type=FolderOrFile)
+@plot_option
+@json_option
 @clear_errors
-def drift(
-    run: Annotated[Path, typer.Argument(help="A guard's drift.jsonl, or a folder of a run that holds one.")],
-    plot: Plot = None,
-    json: AsJson = False,
-) -> None:
-    """How far the queries and keys of a guarded or tracked run moved, step by step."""
+def drift(run: Path, plot: Path | None, as_json: bool) -> None:
+    """How far the queries and keys of a guarded or tracked run moved, step by step.
+
+    RUN is a guard's drift.jsonl, or a folder of a run that holds one.
+    """
     from routeguard.diagnostics.drift_report import drift_report
     from routeguard.diagnostics.plots import check_plot
 
     check_plot(plot)
-    _show(drift_report(run), json=json, plot=plot)
+    _show(drift_report(run), as_json=as_json, plot=plot)
 
 
+@click.command()
+@click.argument("data", type=FolderOrFile)
+@click.option("--tokenizer", type=FolderOrFile, help="Folder with a tokenizer.")
+@click.option("--model", type=FolderOrFile, help="The model to train: also measure its gradient.")
+@click.option("--column", help="Which field of a sample. Default: found out.")
+@click.option("--max-lag", default=512, help="Largest distance of the autocorrelation.")
+@click.option("--tokens", default=1024, help="Length of a sequence in tokens.")
+@click.option("--sequences", default=8, help="How many sequences.")
+@click.option("--lengths", help="Distances to report, for example 512,4k,32k.")
+@click.option("--threshold", default=0.01, help="Share below which nothing is reinforced.")
+@insist_option
+@plot_option
+@json_option
 @clear_errors
 def locality(
-    data: Annotated[Path, typer.Argument(help="JSONL, JSON, parquet or text file, or a folder of datasets.")],
-    tokenizer: Annotated[Path | None, typer.Option("--tokenizer", help="Folder with a tokenizer.")] = None,
-    model: Annotated[
-        Path | None, typer.Option("--model", help="The model to train: also measure its gradient.")
-    ] = None,
-    column: Annotated[str | None, typer.Option("--column", help="Which field of a sample. Default: found out.")] = None,
-    max_lag: Annotated[int, typer.Option("--max-lag", help="Largest distance of the autocorrelation.")] = 512,
-    tokens: Tokens = 1024,
-    sequences: Sequences = 8,
-    lengths: Annotated[
-        str | None, typer.Option("--lengths", help="Distances to report, for example 512,4k,32k.")
-    ] = None,
-    threshold: Annotated[float, typer.Option("--threshold", help="Share below which nothing is reinforced.")] = 0.01,
-    insist: Insist = False,
-    plot: Plot = None,
-    json: AsJson = False,
+    data: Path,
+    tokenizer: Path | None,
+    model: Path | None,
+    column: str | None,
+    max_lag: int,
+    tokens: int,
+    sequences: int,
+    lengths: str | None,
+    threshold: float,
+    insist: bool,
+    plot: Path | None,
+    as_json: bool,
 ) -> None:
-    """How local is this data: W of its tokens, W of a model's gradient on it, and lengths that training leaves out."""
+    """How local is this data: W of its tokens, W of a model's gradient on it, and lengths that training leaves out.
+
+    DATA is a JSONL, JSON, parquet or text file, or a folder of datasets.
+    """
     from routeguard.diagnostics.locality import LENGTHS
     from routeguard.diagnostics.locality import locality as measure
     from routeguard.diagnostics.plots import check_plot
@@ -188,7 +243,7 @@ def locality(
         num_sequences=sequences,
         insist=insist,
     )
-    _show(report, json=json, plot=plot)
+    _show(report, as_json=as_json, plot=plot)
 
 
 def _rows(tokenizer: Any, text: Path | None, tokens: int, sequences: int) -> Any:
@@ -200,16 +255,11 @@ def _rows(tokenizer: Any, text: Path | None, tokens: int, sequences: int) -> Any
     return token_rows(tokenizer, content, num_tokens=tokens, num_sequences=sequences)
 
 
-def _show(result: Any, *, json: bool, plot: Path | None) -> None:
-    if json:
-        import json as json_module
-
-        typer.echo(json_module.dumps(_finite(result.to_dict()), indent=2, allow_nan=False))
-    else:
-        typer.echo(str(result))
+def _show(result: Any, *, as_json: bool, plot: Path | None) -> None:
+    click.echo(json.dumps(_finite(result.to_dict()), indent=2, allow_nan=False) if as_json else str(result))
     if plot is not None:
         result.plot(plot)
-        typer.echo(f"picture: {plot}", err=True)
+        click.echo(f"picture: {plot}", err=True)
 
 
 def _finite(value: Any) -> Any:

@@ -2,47 +2,58 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
-from routeguard.cli.shared import AsJson, clear_errors, load_model, parse_lengths
+from routeguard.cli.shared import FolderOrFile, clear_errors, insist_option, json_option, load_model, parse_lengths
 
 if TYPE_CHECKING:
     from routeguard.recall.result import RecallResult
 
-Tasks = Annotated[str, typer.Option("--tasks", help="Comma-separated, each also as NAME+reasoning.")]
-Lengths = Annotated[str, typer.Option("--lengths", help="Context lengths in tokens, for example 4k,8k,32k.")]
-Samples = Annotated[int, typer.Option("--samples", min=1, help="Samples for each task and length.")]
-Method = Annotated[str, typer.Option("--method", help="forced (one forward pass) or generated.")]
-Chat = Annotated[bool, typer.Option("--chat", help="Use the tokenizer's chat template.")]
-Text = Annotated[Path | None, typer.Option("--haystack", help="Text file to hide needles in. Default: built-in prose.")]
-Reserve = Annotated[int | None, typer.Option("--reserve", help="Tokens kept for the answer; RULER's: 128.")]
-Batch = Annotated[int, typer.Option("--batch-tokens", min=1, help="Most tokens in one forward pass.")]
-Prefill = Annotated[int | None, typer.Option("--prefill", help="Read prompts in pieces of this many tokens.")]
-Folder = Annotated[Path | None, typer.Option("--output", help="Folder for recall.json and recall.png; resumable.")]
 
-
+@click.command()
+@click.argument("model")
+@click.option(
+    "--tasks", default="niah_single_2,niah_single_3,niah_multikey_2", help="With commas; each also as NAME+reasoning."
+)
+@click.option("--lengths", default="4k", help="Context lengths in tokens, for example 4k,8k,32k.")
+@click.option("--samples", type=click.IntRange(min=1), default=20, help="Samples for each task and length.")
+@click.option("--method", default="forced", help="forced (one forward pass) or generated.")
+@click.option("--chat", is_flag=True, help="Use the tokenizer's chat template.")
+@click.option("--haystack", type=FolderOrFile, help="Text file to hide needles in. Default: built-in prose.")
+@click.option("--seed", default=0, help="The same seed gives the same samples.")
+@click.option("--reserve", type=int, help="Tokens kept for the answer; RULER's: 128.")
+@click.option("--batch-tokens", type=click.IntRange(min=1), default=16384, help="Most tokens in one forward pass.")
+@click.option("--prefill", type=int, help="Read prompts in pieces of this many tokens.")
+@click.option("--device", help="Default: cuda if there is one.")
+@insist_option
+@click.option("--output", type=FolderOrFile, help="Folder for recall.json and recall.png; resumable.")
+@json_option
 @clear_errors
 def recall(
-    model: Annotated[str, typer.Argument(help="Model or adapter folder, with its tokenizer.")],
-    tasks: Tasks = "niah_single_2,niah_single_3,niah_multikey_2",
-    lengths: Lengths = "4k",
-    samples: Samples = 20,
-    method: Method = "forced",
-    chat: Chat = False,
-    haystack: Text = None,
-    seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same samples.")] = 0,
-    reserve: Reserve = None,
-    batch_tokens: Batch = 16384,
-    prefill: Prefill = None,
-    device: Annotated[str | None, typer.Option("--device", help="Default: cuda if there is one.")] = None,
-    insist: Annotated[bool, typer.Option("--insist", help="Beyond the model's positions, too.")] = False,
-    output: Folder = None,
-    json: AsJson = False,
+    model: str,
+    tasks: str,
+    lengths: str,
+    samples: int,
+    method: str,
+    chat: bool,
+    haystack: Path | None,
+    seed: int,
+    reserve: int | None,
+    batch_tokens: int,
+    prefill: int | None,
+    device: str | None,
+    insist: bool,
+    output: Path | None,
+    as_json: bool,
 ) -> None:
-    """Measure recall by context length and depth, with RULER's tasks."""
+    """Measure recall by context length and depth, with RULER's tasks.
+
+    MODEL is a model or adapter folder, with its tokenizer.
+    """
     from routeguard.recall.measure import measure_recall
 
     wanted, names = parse_lengths(lengths), [name.strip() for name in tasks.split(",")]
@@ -65,28 +76,35 @@ def recall(
         resume=None if output is None else output / "recall.partial.jsonl",
         progress=_tell,
     )
-    if json:
-        import json as json_module
-
-        typer.echo(json_module.dumps(result.to_dict(), indent=1))
-    else:
-        typer.echo(str(result))
+    click.echo(json.dumps(result.to_dict(), indent=1) if as_json else str(result))
     if output is not None:
         _write(result, output)
 
 
+@click.command()
+@click.argument("before", type=FolderOrFile)
+@click.argument("after", type=FolderOrFile)
+@click.option("--max-drop", default=10.0, help="Points of recall, 0 to 100.")
+@click.option("--confidence", default=95.0, help="Per cent, one-sided.")
+@click.option("--each-task", is_flag=True, help="Judge each task at each length, too.")
+@click.option("--reasoning-before", type=float, help="A reasoning score of yours, to show beside.")
+@click.option("--reasoning-after", type=float, help="The same score after the training.")
+@json_option
 @clear_errors
 def gate(
-    before: Annotated[Path, typer.Argument(help="recall.json, or its folder, from before the training.")],
-    after: Annotated[Path, typer.Argument(help="The same measurement afterwards.")],
-    max_drop: Annotated[float, typer.Option("--max-drop", help="Points of recall, 0 to 100.")] = 10.0,
-    confidence: Annotated[float, typer.Option("--confidence", help="Per cent, one-sided.")] = 95.0,
-    each_task: Annotated[bool, typer.Option("--each-task", help="Judge each task at each length, too.")] = False,
-    reasoning_before: Annotated[float | None, typer.Option(help="A reasoning score of yours, to show beside.")] = None,
-    reasoning_after: Annotated[float | None, typer.Option(help="The same score after the training.")] = None,
-    json: AsJson = False,
+    before: Path,
+    after: Path,
+    max_drop: float,
+    confidence: float,
+    each_task: bool,
+    reasoning_before: float | None,
+    reasoning_after: float | None,
+    as_json: bool,
 ) -> None:
-    """Fail (exit code 1) if recall fell significantly, by --max-drop points or more, at any length."""
+    """Fail (exit code 1) if recall fell significantly, by --max-drop points or more, at any length.
+
+    BEFORE and AFTER are recall.json files, or their folders, of the same measurement before and after the training.
+    """
     from routeguard.recall.gate import gate as compare
     from routeguard.recall.result import RecallResult
 
@@ -100,14 +118,9 @@ def gate(
         each_task=each_task,
         reasoning=None if reasoning_before is None or reasoning_after is None else (reasoning_before, reasoning_after),
     )
-    if json:
-        import json as json_module
-
-        typer.echo(json_module.dumps(report.to_dict(), indent=1))
-    else:
-        typer.echo(str(report))
+    click.echo(json.dumps(report.to_dict(), indent=1) if as_json else str(report))
     if not report.ok:
-        raise typer.Exit(1)
+        raise click.exceptions.Exit(1)
 
 
 def _read_text(path: Path) -> str:
@@ -118,7 +131,7 @@ def _read_text(path: Path) -> str:
 
 def _tell(done: int, total: int, seconds: float) -> None:
     left = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-    typer.echo(f"{done}/{total} samples, about {left} left", err=True)
+    click.echo(f"{done}/{total} samples, about {left} left", err=True)
 
 
 def _write(result: RecallResult, folder: Path) -> None:
@@ -128,6 +141,6 @@ def _write(result: RecallResult, folder: Path) -> None:
         result.plot(folder / "recall.png")
         written.append(folder / "recall.png")
     except ImportError as error:
-        typer.echo(f"recall.png was not drawn: {error}", err=True)
+        click.echo(f"recall.png was not drawn: {error}", err=True)
     (folder / "recall.partial.jsonl").unlink(missing_ok=True)
-    typer.echo(f"written: {', '.join(map(str, written))}", err=True)
+    click.echo(f"written: {', '.join(map(str, written))}", err=True)

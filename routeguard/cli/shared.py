@@ -1,20 +1,23 @@
-"""What every subcommand shares: clear errors, and reading options."""
+"""What every subcommand shares: options, clear errors, and reading what was typed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-import typer
+import click
 
 from routeguard.routes.collection import Role
 from routeguard.routes.resolve import check_roles
 
-Layers = Annotated[str | None, typer.Option("--layers", help="Only these layers, for example 3,7,11.")]
-Norms = Annotated[bool, typer.Option("--norms", help="Also the gains of query and key norms.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+FolderOrFile = click.Path(path_type=Path)
+
+layers_option = click.option("--layers", metavar="3,7,11", help="Only these layers. Default: all of full attention.")
+norms_option = click.option("--norms", is_flag=True, help="Also the gains of query and key norms.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+insist_option = click.option("--insist", is_flag=True, help="Go on although the check that refuses says no.")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -26,14 +29,18 @@ def clear_errors(function: Function) -> Function:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except ValueError as error:
-            typer.echo(f"routeguard: {error}", err=True)
-            raise typer.Exit(2) from None
+        except (ValueError, ImportError) as error:
+            fail(str(error), 2)
         except OSError as error:
-            typer.echo(f"routeguard: {error}", err=True)
-            raise typer.Exit(3) from None
+            fail(str(error), 3)
 
     return wrapped  # type: ignore[return-value]
+
+
+def fail(message: str, code: int) -> None:
+    """End the command with a message on standard error."""
+    click.echo(f"routeguard: {message}", err=True)
+    raise click.exceptions.Exit(code)
 
 
 def parse_layers(text: str | None) -> list[int] | None:
@@ -83,6 +90,7 @@ def load_model(path: str | Path, device: str | None = None) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    place = _device(device)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -91,4 +99,17 @@ def load_model(path: str | Path, device: str | None = None) -> tuple[Any, Any]:
         model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     except OSError as error:
         raise ValueError(f"{path} has no model that can be loaded: {str(error).splitlines()[0]}") from None
-    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval(), tokenizer
+    return model.to(torch.device(place)).eval(), tokenizer
+
+
+def _device(name: str | None) -> str:
+    """The device that was asked for, or the accelerator if there is one. Raises ValueError if torch has it not."""
+    import torch
+
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"--device {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
+    return name

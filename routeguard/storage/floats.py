@@ -10,14 +10,24 @@ import numpy.typing as npt
 Floats = npt.NDArray[Any]
 
 
-def to_floats(data: bytes | bytearray, dtype: str) -> Floats:
-    """The values as float32 (float64 for float64): exact for every narrower type."""
+def to_floats(data: bytes | bytearray | memoryview, dtype: str, out: Floats | None = None) -> Floats:
+    """The values as float32 (float64 for float64): exact for every narrower type.
+
+    Args:
+        out: room for them, at least as many; the result is then its first part. Default: new, or the data itself.
+    """
     if dtype == "bfloat16":
-        bits = np.frombuffer(data, np.uint16).astype(np.uint32)
+        stored = np.frombuffer(data, np.uint16)
+        values = np.empty(len(stored), np.float32) if out is None else out[: len(stored)]
+        bits = values.view(np.uint32)
+        bits[:] = stored
         bits <<= 16
-        return bits.view(np.float32)
-    values = np.frombuffer(data, np.dtype(dtype))
-    return values.astype(np.float32) if dtype == "float16" else values
+        return values
+    stored = np.frombuffer(data, np.dtype(dtype))
+    if out is None:
+        return stored.astype(np.float32) if dtype == "float16" else stored
+    out[: len(stored)] = stored
+    return out[: len(stored)]
 
 
 def to_bytes(values: Floats, dtype: str) -> bytes:

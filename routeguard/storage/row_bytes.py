@@ -38,6 +38,10 @@ class Slice:
         """The bytes of the rows, as `row_chunks` gives them."""
         return row_chunks(self.tensor, self.rows, self.dim, chunk_elements=chunk_elements)
 
+    def read_through(self, buffer: bytearray) -> Iterator[memoryview]:
+        """The bytes of the rows, a buffer full at a time, as `read_through` gives them."""
+        return read_through(self.tensor, self.rows, self.dim, buffer)
+
 
 def row_chunks(
     tensor: StoredTensor, rows: Rows | None, dim: int, *, chunk_elements: int | None = None
@@ -53,24 +57,26 @@ def row_chunks(
     Raises ValueError if a range lies outside the tensor or the file ends too early.
     """
     size = (chunk_elements or CHUNK_BYTES // tensor.item_bytes) * tensor.item_bytes
-    pending = bytearray()
+    return map(bytes, read_through(tensor, rows, dim, bytearray(size)))
+
+
+def read_through(tensor: StoredTensor, rows: Rows | None, dim: int, buffer: bytearray) -> Iterator[memoryview]:
+    """What `row_chunks` gives, always in the same buffer: each part is overwritten by the next."""
+    view, used = memoryview(buffer), 0
     with tensor.file.open("rb") as stream:
         for offset, length in _segments(tensor, rows, dim):
             stream.seek(offset)
             while length:
-                piece = stream.read(min(length, size - len(pending)))
-                if not piece:
+                count = stream.readinto(view[used : used + length])
+                if not count:
                     raise ValueError(f"{tensor.file} ends inside {tensor.name}; the file is cut short")
-                length -= len(piece)
-                if len(piece) == size:  # nothing pending: pass it on without a copy
-                    yield piece
-                    continue
-                pending += piece
-                if len(pending) == size:
-                    yield bytes(pending)
-                    pending.clear()
-    if pending:
-        yield bytes(pending)
+                length -= count
+                used += count
+                if used == len(view):
+                    yield view
+                    used = 0
+    if used:
+        yield view[:used]
 
 
 def prefetch_rows(parts: Iterable[Slice]) -> None:
