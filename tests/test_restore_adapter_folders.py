@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -156,3 +157,22 @@ def test_what_has_no_known_start_or_does_not_touch_routing_is_refused(tmp_path: 
     with pytest.raises(ValueError, match=r"is not the base of this adapter: .*layers\.0\.self_attn.*no such weight"):
         restore_checkpoint(tmp_path / "lfm2", tmp_path / "tuned", out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_on_repeated_layers_needs_what_the_guard_kept(tmp_path: Path) -> None:
+    model = build("llama")
+    model.save_pretrained(tmp_path / "base")
+    targets = ["q_proj", "k_proj", "v_proj"]
+    config = LoraConfig(r=2, target_modules=targets, layer_replication=[[0, 1], [0, len(model.model.layers)]])
+    repeated = get_peft_model(model, config)
+    keep(repeated, tmp_path / "run")
+    tune(repeated)
+    repeated.save_pretrained(tmp_path / "tuned")
+    for check in (
+        lambda: verify_checkpoint(tmp_path / "tuned", tmp_path / "base"),
+        lambda: restore_checkpoint(tmp_path / "base", tmp_path / "tuned", out=tmp_path / "out"),
+    ):
+        with pytest.raises(ValueError, match="layer_replication"):
+            check()
+    restore_checkpoint(tmp_path / "run", tmp_path / "tuned", out=tmp_path / "out")
+    assert verify_checkpoint(tmp_path / "out", tmp_path / "run").ok

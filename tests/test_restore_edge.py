@@ -172,6 +172,18 @@ def test_undo_waits_for_nobody_and_interferes_with_nobody(tmp_path: Path, monkey
     assert snapshot(tuned) == before
 
 
+def test_a_half_restored_folder_is_not_verified(tmp_path: Path) -> None:
+    write_pair("lfm2", tmp_path)
+    base, tuned = tmp_path / "base", tmp_path / "tuned"
+    restore_checkpoint(base, tuned, in_place=True)
+    assert verify_checkpoint(tuned, base).ok
+    (tuned / "routeguard" / "provenance.json").unlink()  # as where it was killed between the rows and the record
+    with pytest.raises(ValueError, match="interrupted in-place restore"):
+        verify_checkpoint(tuned, base)
+    undo_restore(tuned)
+    assert not verify_checkpoint(tuned, base).ok
+
+
 def test_a_folder_of_records_that_is_a_link_is_refused(tmp_path: Path) -> None:
     write_pair("lfm2", tmp_path)
     (tmp_path / "elsewhere").mkdir()

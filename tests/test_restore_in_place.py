@@ -169,7 +169,7 @@ def test_a_full_disk_leaves_nothing_of_the_copy(
     before = snapshot(tmp_path)
     monkeypatch.setattr(module, name, full_disk)
     with pytest.raises(OSError, match="No space left"):
-        restore_checkpoint(base, tuned, out=tmp_path / "out")
+        restore_checkpoint(base, tuned, out=tmp_path / "new" / "parents" / "out")
     assert snapshot(tmp_path) == before and sorted(p.name for p in tmp_path.iterdir()) == ["base", "tuned"]
 
 

@@ -171,10 +171,11 @@ def plan_adapter(
         raise ValueError(
             "QK-Pro needs whole weights: merge the adapter (merge_and_unload) and restore the merged model"
         )
+    config = adapter_config(folder, start)
     routes = chosen_routes(start, layers, tuple(roles), norms)
     stored = adapter_tensors(folder, routes)
     _refuse_other_base(stored, routes, start)
-    planner = _Planner(start, adapter_config(folder), stored)
+    planner = _Planner(start, config, stored)
     by_parameter: dict[str, list[Route]] = {}
     for route in routes:
         by_parameter.setdefault(route.parameter, []).append(route)

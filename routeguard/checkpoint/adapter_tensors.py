@@ -19,11 +19,16 @@ _TOWER = re.compile(r"(^|[._])(vision|visual|vit|audio|image|img|speech)([._]|$)
 _IN_LAYER = re.compile(r"^(?P<prefix>(?:.*?\.)?)(?P<tail>(?:layers|h|blocks|block|layer|decoder_layers)\.\d+\..+)$")
 
 
-def adapter_config(folder: Path) -> dict[str, Any]:
-    """`adapter_config.json`. Raises ValueError if it is not a JSON object."""
+def adapter_config(folder: Path, start: Start) -> dict[str, Any]:
+    """`adapter_config.json`. Raises ValueError if it is not a JSON object, or numbers layers unlike `start`."""
     config = read_json(folder / "adapter_config.json")
     if not isinstance(config, dict):
         raise ValueError(f"{folder / 'adapter_config.json'} is not a JSON object")
+    if config.get("layer_replication") and not start.is_sidecar:
+        raise ValueError(
+            f"{folder} is an adapter with layer_replication={config['layer_replication']}: its layers are not those of "
+            f"{start.origin}. Give what the guard kept (routeguard/reference.safetensors), or merge the adapter"
+        )
     return config
 
 

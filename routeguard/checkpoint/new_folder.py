@@ -9,7 +9,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -127,9 +127,10 @@ class _Copying:
 
 @contextmanager
 def _whole_or_nothing(out: Path) -> Iterator[Path]:
-    out.parent.mkdir(parents=True, exist_ok=True)
+    missing = [folder for folder in out.parents if not folder.exists()]
     beside = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as held:
             with folder_lock(out.parent, wait=True):  # until the new folder is locked, others must not look at it
                 _remove_abandoned(out)
@@ -142,6 +143,14 @@ def _whole_or_nothing(out: Path) -> Iterator[Path]:
             sync(out.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+        if not out.exists():
+            _remove_empty(missing)
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    with suppress(OSError):  # something else has come to lie there
+        for folder in folders:
+            folder.rmdir()
 
 
 def _remove_abandoned(out: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from routeguard.checkpoint.compare import num_differing, why_not_comparable
+from routeguard.checkpoint.in_place import refuse_interrupted
 from routeguard.checkpoint.start import Start, open_start, with_places
 from routeguard.routes.collection import ROLES, ROUTING_ROLES, Role, Route, Routes
 from routeguard.routes.find import find_routes
@@ -117,11 +118,12 @@ def verify_checkpoint(
         equal, with a note; where the checkpoint's type is narrower, the start is rounded to it first.
 
     Raises:
-        ValueError: not a checkpoint, or nothing in common to compare.
+        ValueError: not a checkpoint, nothing in common to compare, or an in-place restore that stopped half way.
     """
     folder, start = Path(folder), open_start(local_folder(str(against)))
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder with a checkpoint or an adapter")
+    refuse_interrupted(folder)
     if is_adapter(folder):
         from routeguard.checkpoint.verify_adapter import check_adapter
 

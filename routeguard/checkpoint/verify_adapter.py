@@ -26,7 +26,7 @@ def check_adapter(
 
     Raises ValueError when the start covers none of the layers asked for.
     """
-    config = adapter_config(folder)
+    config = adapter_config(folder, start)
     routes = chosen_routes(start, layers, roles, norms)
     stored = adapter_tensors(folder, routes)
     checks: list[TensorCheck] = []
