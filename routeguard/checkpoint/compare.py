@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from routeguard.storage.floats import converted, to_floats
+from routeguard.storage.floats import Buffer, converted, to_floats
 from routeguard.storage.header import FLOATS
 from routeguard.storage.row_bytes import CHUNK_BYTES, Slice
 
@@ -21,10 +21,19 @@ def why_not_comparable(one: Slice, other: Slice) -> str:
     return ""
 
 
-def chunk_pairs(one: Slice, other: Slice) -> Iterator[tuple[bytes, bytes]]:
-    """The bytes of two slices with equally many entries, side by side, at most 512 KiB of each at a time."""
-    elements = CHUNK_BYTES // max(one.tensor.item_bytes, other.tensor.item_bytes)
-    return zip(one.chunks(elements), other.chunks(elements), strict=True)
+def chunk_pairs(one: Slice, other: Slice) -> Iterator[tuple[memoryview, memoryview]]:
+    """The bytes of two slices with equally many entries, side by side, at most 512 KiB of each at a time.
+
+    Each pair is overwritten by the next.
+    """
+    elements = elements_of_pairs(one, other)
+    buffers = [bytearray(elements * part.tensor.item_bytes) for part in (one, other)]
+    return zip(one.read_through(buffers[0]), other.read_through(buffers[1]), strict=True)
+
+
+def elements_of_pairs(one: Slice, other: Slice) -> int:
+    """The most entries in a pair of `chunk_pairs`."""
+    return CHUNK_BYTES // max(one.tensor.item_bytes, other.tensor.item_bytes)
 
 
 def num_differing(one: Slice, other: Slice) -> int:
@@ -33,15 +42,15 @@ def num_differing(one: Slice, other: Slice) -> int:
     differing = 0
     for a, b in chunk_pairs(one, other):
         if same_dtype:
-            differing += 0 if a == b else num_unequal(a, b, one.tensor.item_bytes)
+            differing += num_unequal(a, b, one.tensor.item_bytes)
         else:
-            rounded = to_floats(converted(b, other.tensor.dtype, one.tensor.dtype), one.tensor.dtype)
+            rounded = to_floats(converted(bytes(b), other.tensor.dtype, one.tensor.dtype), one.tensor.dtype)
             differing += int(np.count_nonzero(to_floats(a, one.tensor.dtype) != rounded))
     return differing
 
 
-def num_unequal(a: bytes, b: bytes, item_bytes: int) -> int:
-    """How many entries of `item_bytes` bytes differ between two equally long byte strings."""
+def num_unequal(a: Buffer, b: Buffer, item_bytes: int) -> int:
+    """How many entries of `item_bytes` bytes differ between two equally long buffers."""
     word = np.dtype(f"u{item_bytes}")
     return int(np.count_nonzero(np.frombuffer(a, word) != np.frombuffer(b, word)))
 

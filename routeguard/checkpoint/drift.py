@@ -19,7 +19,7 @@ from routeguard.checkpoint.row_plan import Progress, RowRestore, by_place_notes,
 from routeguard.checkpoint.same_meaning import compare_meaning
 from routeguard.checkpoint.start import open_start, read_routes, refuse_adapters, refuse_quantised
 from routeguard.routes.collection import ROUTING_ROLES, Role, Route, Routes
-from routeguard.storage.floats import Floats, to_floats
+from routeguard.storage.floats import Floats, float_type, to_floats
 from routeguard.storage.folder import checkpoint_config, is_adapter, stored_checkpoint
 from routeguard.storage.hub import local_folder
 from routeguard.storage.row_bytes import CHUNK_BYTES, Slice
@@ -172,7 +172,7 @@ def _tensor_drift(row: RowRestore, routes: Routes) -> TensorDrift:
     for at, start, tuned in _row_blocks(row):
         with np.errstate(invalid="ignore", over="ignore"):
             size[at] += np.vecdot(start, start)
-            difference = np.subtract(tuned, start, out=tuned)
+            difference = tuned - start
             squares = np.vecdot(difference, difference)
             moved[at] += squares
             changed[at] |= squares > 0
@@ -209,8 +209,7 @@ def _row_blocks(row: RowRestore) -> Iterator[tuple[slice, Floats, Floats]]:
     inner = prod(shape[dim + 1 :]) if dim == 0 else row.route.num_rows
     items = max(row.start.tensor.item_bytes, row.tuned.tensor.item_bytes)
     block = max(1, CHUNK_BYTES // (items * max(inner, 1))) * inner
-    dtype = np.float64 if items == 8 else np.float32
-    pairs = zip(_floats(row.start, block, dtype), _floats(row.tuned, block, dtype), strict=True)
+    pairs = zip(_floats(row.start, block), _floats(row.tuned, block), strict=True)
     done = 0
     for start, tuned in pairs:
         start, tuned = start.reshape(-1, inner), tuned.reshape(-1, inner)
@@ -221,9 +220,9 @@ def _row_blocks(row: RowRestore) -> Iterator[tuple[slice, Floats, Floats]]:
             done += len(start)
 
 
-def _floats(part: Slice, chunk_elements: int, dtype: type) -> Iterator[Floats]:
+def _floats(part: Slice, chunk_elements: int) -> Iterator[Floats]:
     buffer = bytearray(chunk_elements * part.tensor.item_bytes)
-    room: Floats = np.empty(chunk_elements, dtype)
+    room: Floats = np.empty(chunk_elements, float_type(part.tensor.dtype))
     for chunk in part.read_through(buffer):
         yield to_floats(chunk, part.tensor.dtype, room)
 

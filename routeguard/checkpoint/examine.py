@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from routeguard.checkpoint.compare import chunk_pairs, num_unequal
+from routeguard.checkpoint.compare import chunk_pairs, elements_of_pairs, num_unequal
 from routeguard.checkpoint.row_plan import Progress, RowRestore, no_progress, prefetch
 from routeguard.restoration.report import LayerRestore
-from routeguard.storage.floats import Floats, to_bytes, to_floats
+from routeguard.storage.floats import Floats, float_type, to_bytes, to_floats
 
 
 @dataclass(frozen=True)
@@ -85,26 +85,27 @@ def _examine(row: RowRestore) -> tuple[Finding, str]:
     changed, moved, size = 0, 0.0, 0.0
     digest = hashlib.sha256()
     fault = ""
+    most = elements_of_pairs(row.start, row.tuned)
+    rooms: list[Floats] = [np.empty(most, float_type(kind)) for kind in (start_type, tuned_type)]
     for before, now in chunk_pairs(row.start, row.tuned):
-        start = to_floats(before, start_type)
+        start = to_floats(before, start_type, rooms[0])
         written = before if start_type == tuned_type else to_bytes(start, tuned_type)
         digest.update(written)
         squares = _square(start)
         size += squares
         fault = fault or ("" if _finite(start, squares) else "BASE")
-        if written == now:
-            if start_type != tuned_type:
-                moved += _square(start - to_floats(now, tuned_type))
+        num_changed = num_unequal(written, now, row.tuned.tensor.item_bytes)
+        if not num_changed and start_type == tuned_type:
             continue
-        tuned = to_floats(now, tuned_type)
+        changed += num_changed
+        tuned = to_floats(now, tuned_type, rooms[1])
         with np.errstate(invalid="ignore", over="ignore"):
             difference = tuned - start
         squares = _square(difference)
+        moved += squares
         fault = fault or ("" if _finite(difference, squares) or _finite(tuned, _square(tuned)) else "TUNED")
         if start_type != tuned_type and not np.isfinite(to_floats(written, tuned_type)).all():
             fault = fault or f"BASE, converted to {tuned_type}"
-        changed += num_unequal(written, now, row.tuned.tensor.item_bytes)
-        moved += squares
     return Finding(changed, moved, size, digest.hexdigest()), fault
 
 

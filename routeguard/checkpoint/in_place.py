@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -113,13 +114,9 @@ def _patch_in_place(folder: Path, patches: Sequence[Patch], facts: dict[str, Any
         raise
     try:
         apply_patches(patches)
-        for file in patched_files(patches):
-            sync(file)
         record_restore(folder, {**facts, "undo": identity})
     except BaseException:
         apply_patches(_old_rows(folder, _read_undo(undo)))
-        for file in patched_files(patches):
-            sync(file)
         undo.unlink()
         raise
     return undo
@@ -154,8 +151,9 @@ def _undo(folder: Path, *, insist: bool) -> UndoReport:
         raise ValueError(f"{folder} has no {SIDECAR_FOLDER}/{UNDO_FILE}: it was not restored in place, or was undone")
     facts = _read_undo(undo)
     patches = _old_rows(folder, facts)
-    for patch, entry in zip(patches, facts["entries"], strict=True):
-        if _digest(patch.values()) != entry["sha256"]:
+    kept = _digests(patch.values() for patch in patches)
+    for patch, entry, digest in zip(patches, facts["entries"], kept, strict=True):
+        if digest != entry["sha256"]:
             raise ValueError(f"{undo} is damaged: the old rows of {patch.tensor.name} do not match their hash")
     complete = _is_complete(folder, undo)
     if complete and not insist:
@@ -163,8 +161,6 @@ def _undo(folder: Path, *, insist: bool) -> UndoReport:
     if complete:
         forget_last_restore(folder)  # from here on the folder counts as half undone
     apply_patches(patches)
-    for file in patched_files(patches):
-        sync(file)
     undo.unlink()
     sync(undo.parent)
     if not any(undo.parent.iterdir()):
@@ -180,15 +176,16 @@ def _is_complete(folder: Path, undo: Path) -> bool:
 
 
 def _write_undo(undo: Path, patches: Sequence[Patch], identity: str) -> None:
+    digests = _digests(patch.current() for patch in patches)
     entries = [
         {
             "file": patch.tensor.file.name,
             "tensor": patch.tensor.name,
             "rows": patch.rows,
             "dim": patch.dim,
-            "sha256": _digest(patch.current()),
+            "sha256": sha256,
         }
-        for patch in patches
+        for patch, sha256 in zip(patches, digests, strict=True)
     ]
     files = {file.name: _identity(file) for file in patched_files(patches)}
     facts = {"schema_version": SCHEMA_VERSION, "identity": identity, "entries": entries, "files": files}
@@ -257,16 +254,21 @@ def _refuse_changed(folder: Path, patches: Sequence[Patch]) -> None:
         (tensor["file"], tensor["tensor"], json.dumps(tensor["rows"])): tensor["sha256"]
         for tensor in read_restores(folder)[-1]["tensors"]
     }
-    for patch in patches:
+    for patch, digest in zip(patches, _digests(patch.current() for patch in patches), strict=True):
         key = (patch.tensor.file.name, patch.tensor.name, json.dumps(patch.rows))
-        if _digest(patch.current()) != written.get(key):
+        if digest != written.get(key):
             raise ValueError(
                 f"{patch.tensor.name} in {patch.tensor.file} was changed since it was restored in place; undoing would "
                 "lose that change. Pass insist=True (--insist) to undo all the same"
             )
 
 
-def _digest(chunks: Iterator[bytes] | Iterable[bytes]) -> str:
+def _digests(parts: Iterable[Iterable[bytes]]) -> list[str]:
+    with ThreadPoolExecutor(2) as workers:  # hashing leaves the interpreter's lock
+        return list(workers.map(_digest, parts))
+
+
+def _digest(chunks: Iterable[bytes]) -> str:
     total = hashlib.sha256()
     for chunk in chunks:
         total.update(chunk)

@@ -8,17 +8,17 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 from routeguard.checkpoint.in_place import undo_path
 from routeguard.checkpoint.job import Job
-from routeguard.checkpoint.patch import apply_patches, patched_files
+from routeguard.checkpoint.patch import apply_patches
 from routeguard.checkpoint.provenance import record_restore
 from routeguard.storage.copying import Advance, copy_file
-from routeguard.storage.durable import sync
+from routeguard.storage.durable import Flusher, sync
 from routeguard.storage.folder import is_adapter, safetensors_files, weight_files
 from routeguard.storage.locks import folder_lock
 
@@ -75,8 +75,6 @@ def write_copy(tuned: Path, out: Path, prepare: Callable[[], Job], advance: Adva
             copying.wait()
         apply_patches(job.patches, folder=beside)
         record_restore(beside, job.facts)
-        for file in patched_files(job.patches):
-            sync(beside / file.name)
         for folder in {beside, *((beside / file).parent for file in files)}:
             sync(folder)
     return job
@@ -91,8 +89,7 @@ class _Copying:
         self.files = files
         self.advance = advance
         self._stopped = threading.Event()
-        self._flushed: list[Future[None]] = []
-        self._flusher = ThreadPoolExecutor(1)
+        self._flusher = Flusher()
         self._copier = ThreadPoolExecutor(1)
         self._copied = self._copier.submit(self._copy)
 
@@ -102,26 +99,24 @@ class _Copying:
     def __exit__(self, *exception: object) -> None:
         self._stopped.set()
         self._copier.shutdown()
-        self._flusher.shutdown()
+        self._flusher.__exit__(*exception)
 
     def wait(self) -> None:
         """Until every file is copied and on the disk. Raises what copying raised."""
         self._copied.result()
-        for done in self._flushed:
-            done.result()
+        self._flusher.wait()
 
     def _copy(self) -> None:
         for file in self.files:
             target = self.target / file
             target.parent.mkdir(parents=True, exist_ok=True)
             copy_file(self.source / file, target, partial(self._one_piece, target))
-            self._flushed.append(self._flusher.submit(sync, target))
+            self._flusher.finish(target)
 
     def _one_piece(self, target: Path, count: int) -> None:
         if self._stopped.is_set():
             raise InterruptedError("the copy was given up")
-        if not self._flushed or self._flushed[-1].done():  # the disk writes while the copy goes on
-            self._flushed.append(self._flusher.submit(sync, target))
+        self._flusher.early(target)
         self.advance(count)
 
 

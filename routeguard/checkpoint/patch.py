@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from routeguard.routes.collection import Rows
+from routeguard.storage.durable import Flusher
 from routeguard.storage.header import StoredTensor
 from routeguard.storage.row_bytes import row_chunks, write_rows
 
@@ -37,14 +38,19 @@ class Patch:
 
 
 def apply_patches(patches: Sequence[Patch], *, folder: Path | None = None) -> None:
-    """Write every patch over its rows, in `folder` if given (the same file names), else where the tensors lie.
+    """Write every patch over its rows and to the disk, in `folder` if given (the same file names), else in place.
 
-    Raises OSError from the platform. The caller syncs, and cleans up or rolls back when this fails.
+    Raises OSError from the platform. The caller cleans up or rolls back when this fails.
     """
-    for patch in patches:
-        tensor = patch.tensor if folder is None else replace(patch.tensor, file=folder / patch.tensor.file.name)
-        with tensor.file.open("r+b") as stream:
-            write_rows(stream, tensor, patch.rows, patch.dim, patch.values())
+    with Flusher() as flusher:
+        for patch in patches:
+            tensor = patch.tensor if folder is None else replace(patch.tensor, file=folder / patch.tensor.file.name)
+            with tensor.file.open("r+b") as stream:
+                write_rows(stream, tensor, patch.rows, patch.dim, patch.values())
+            flusher.early(tensor.file)
+        for file in patched_files(patches):
+            flusher.finish(file if folder is None else folder / file.name)
+        flusher.wait()
 
 
 def patched_files(patches: Iterable[Patch]) -> list[Path]:

@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,34 @@ def sync(path: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+class Flusher:
+    """Has the disk write while a file is still being written, from a thread; leaving the block ends it."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self._started: list[Future[None]] = []
+
+    def __enter__(self) -> Flusher:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pool.shutdown()
+
+    def early(self, path: Path) -> None:
+        """Flush what has been written so far, unless the disk is still busy with an earlier call."""
+        if not self._started or self._started[-1].done():
+            self.finish(path)
+
+    def finish(self, path: Path) -> None:
+        """Flush the whole file, to which nothing more will be written."""
+        self._started.append(self._pool.submit(sync, path))
+
+    def wait(self) -> None:
+        """Until all of it is on the disk. Raises what flushing raised."""
+        for started in self._started:
+            started.result()
 
 
 @contextmanager

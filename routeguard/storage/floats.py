@@ -7,10 +7,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+Buffer = bytes | bytearray | memoryview
 Floats = npt.NDArray[Any]
 
 
-def to_floats(data: bytes | bytearray | memoryview, dtype: str, out: Floats | None = None) -> Floats:
+def float_type(dtype: str) -> type:
+    """What `to_floats` gives for a dtype."""
+    return np.float64 if dtype == "float64" else np.float32
+
+
+def to_floats(data: Buffer, dtype: str, out: Floats | None = None) -> Floats:
     """The values as float32 (float64 for float64): exact for every narrower type.
 
     Args:

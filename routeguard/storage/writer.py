@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from routeguard.storage.durable import Flusher
 from routeguard.storage.header import DTYPE_NAMES
 
 _FORMAT_NAMES = {torch_name: name for name, torch_name in DTYPE_NAMES.items()}
@@ -35,9 +36,10 @@ def write_safetensors(path: Path, tensors: Sequence[Outgoing], metadata: Mapping
         position = end
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    with path.open("xb") as stream:
+    with path.open("xb") as stream, Flusher() as flusher:
         stream.write(struct.pack("<Q", len(header)) + header)
         for tensor in tensors:
             written = sum(stream.write(chunk) for chunk in tensor.chunks)
+            flusher.early(path)
             if written != tensor.num_bytes:
                 raise ValueError(f"{tensor.name} gave {written} bytes, promised {tensor.num_bytes}")
