@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from routeguard.demo.model import WEIGHTS, build_model, load_model, load_tokeniz
 from routeguard.recall import measure as measure_module
 from routeguard.recall.journal import fingerprint
 from routeguard.recall.needles import NeedleTask
+from routeguard.recall.reasoning import AfterReasoning
+from routeguard.recall.registry import find_task
 from tests.recall_tokenizers import byte_bpe, characters
 from tests.standins import hypenet
 from tests.zoo.build import build
@@ -178,7 +181,7 @@ def test_the_fingerprint_sees_each_weight_and_the_configuration() -> None:
         ({"method": "guessed"}, "no method 'guessed'"),
         ({"tasks": "niah_single_1"}, "words that this tokenizer does not know"),
         ({"method": "generated", "prefill_tokens": 8}, "method='forced' only"),
-        ({"prefill_tokens": 16}, "does not give the same answers when a prompt is read in pieces"),
+        ({"prefill_tokens": 16}, "when a prompt of demo_needles is read in pieces"),
     ],
 )
 def test_refusals(options: dict, message: str) -> None:
@@ -200,25 +203,29 @@ def test_a_model_that_cannot_generate_is_refused() -> None:
         measure_recall(hypenet(), characters(), tasks="niah_single_1", lengths=(420,), method="generated")
 
 
-def test_reading_in_pieces_changes_nothing() -> None:
-    model = build("llama")
-    call = {"tasks": "niah_single_1", "lengths": (420,), "num_samples": 2, "insist": True}
-    whole, pieces = (measure_recall(model, characters(), **call, prefill_tokens=p) for p in (None, 64))
-    assert [s.nll for s in whole.scores] == pytest.approx([s.nll for s in pieces.scores], rel=1e-4)
+@dataclass
+class OwnTask:
+    """A task of a user's own that cannot be hashed, as a dataclass with == cannot."""
+
+    name: str
+    hidden: list[str]
+    joiner: str = ","
+
+    def draft(self, rng, material, depth):
+        return NeedleTask(self.name, num_keys=len(self.hidden)).draft(rng, material, depth)
 
 
-def test_a_piece_that_holds_the_whole_row_uses_no_cache() -> None:
-    """bamba's cache does not carry everything over: tried out where it is used, and not used for short rows."""
-    call = {"tasks": "niah_single_1", "lengths": (420,), "num_samples": 2, "insist": True}
-    model = build("bamba")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3)
-    whole, large = (measure_recall(model, characters(), **call, prefill_tokens=p) for p in (None, 420))
-    assert [s.nll for s in whole.scores] == [s.nll for s in large.scores]
-    for size in (419, 64):
-        with pytest.raises(ValueError, match="read in pieces"):
-            measure_recall(model, characters(), **call, prefill_tokens=size)
+def test_tasks_of_ones_own_need_not_be_hashable() -> None:
+    own = [OwnTask("one", ["a"]), OwnTask("two", ["a", "b"])]
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(own[0])
+    result = measure_recall(build("llama"), characters(), tasks=own, lengths=(700,), num_samples=1, insist=True)
+    assert result.tasks == ("one", "two")
+    asked = measure_recall(
+        build("llama"), characters(), tasks=[find_task("niah_single_2+reasoning"), AfterReasoning(own[1])],
+        lengths=(2400,), num_samples=1, insist=True,
+    )  # fmt: skip
+    assert asked.tasks == ("niah_single_2+reasoning", "two+reasoning")
 
 
 def test_several_values_teacher_forced_carry_a_note() -> None:

@@ -21,7 +21,7 @@ class Encoder:
             raise ValueError("chat=True, but this tokenizer has no chat template; use chat=False for raw text")
         self.tokenizer = tokenizer
         self.chat = chat
-        self.rooms: dict[Any, int] = {}  # `answer_room` by task
+        self.rooms: dict[int, tuple[Any, int]] = {}  # `answer_room` by id of the task, which is kept alive with it
         plain = tokenizer("a", add_special_tokens=False).input_ids
         if not plain:
             raise ValueError("this tokenizer encodes text to no tokens at all: its files are missing or empty")

@@ -112,7 +112,7 @@ def measure_recall(
         reserve_tokens: room for the answer; None: as the task's answers need. RULER's own: 128, variable tracking 30.
         batch_tokens: most tokens in one forward pass; at least one sample always.
         prefill_tokens: read prompts in pieces of this many tokens to bound memory (forced only), where the model's
-            cache allows it. That is tested on the first sample.
+            cache allows it. That is tested on each task's first sample.
         insist: measure beyond the positions that the model's configuration names.
         resume: a file to which each score is appended; a call with the same model and settings goes on from it, as
             long as the samples have the same tokens.
@@ -216,15 +216,16 @@ def _refuse_unreadable_pieces(model: Any, plan: Plan, encoder: Encoder, prefill_
     longest = max(plan.lengths)
     if prefill_tokens >= longest:
         return  # every row is read at once
-    sample = plan.sample(encoder, plan.tasks[0], longest, 0)
-    ids = (*sample.prompt_ids, *sample.answer_ids)[: 2 * prefill_tokens + 16]
-    keep = min(8, len(ids) - 1)
     device = next(model.parameters()).device
-    if not takes_prompts_in_pieces(model, torch.tensor([ids], device=device), keep, prefill_tokens):
-        raise ValueError(
-            f"{type(model).__name__} does not give the same answers when a prompt is read in pieces of "
-            f"{prefill_tokens} tokens (its cache does not carry everything over); leave prefill_tokens out"
-        )
+    for task in plan.tasks:
+        sample = plan.sample(encoder, task, longest, 0)
+        ids = (*sample.prompt_ids, *sample.answer_ids)[: 2 * prefill_tokens + 16]
+        keep = min(8, len(ids) - 1)
+        if not takes_prompts_in_pieces(model, torch.tensor([ids], device=device), keep, prefill_tokens):
+            raise ValueError(
+                f"{type(model).__name__} does not give the same answers when a prompt of {task.name} is read in pieces "
+                f"of {prefill_tokens} tokens (its cache does not carry everything over); leave prefill_tokens out"
+            )
 
 
 def _notes(plan: Plan, tokenizer: Any, method: Method) -> Iterator[str]:

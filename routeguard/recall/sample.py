@@ -148,13 +148,14 @@ def answer_room(task: Task, encoder: Encoder) -> int:
     """Room that the answers of a task need: the longest of 24 drawn ones, and a quarter more."""
     from routeguard.recall.haystack import builtin_prose
 
-    if task in encoder.rooms:
-        return encoder.rooms[task]
+    if id(task) in encoder.rooms:  # tasks of a user's own need not be hashable
+        return encoder.rooms[id(task)][1]
     longest = 0
     for index in range(24):
         draft = task.draft(random.Random(f"room/{index}"), Material(builtin_prose()), None)
         longest = max(longest, len(encoder.answer_ids(draft.answer_prefix, draft.answers, task.joiner)[0]))
-    encoder.rooms[task] = room = longest if longest <= 3 else math.ceil(1.25 * longest)
+    room = longest if longest <= 3 else math.ceil(1.25 * longest)
+    encoder.rooms[id(task)] = (task, room)
     return room
 
 
