@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from pathlib import Path
 
@@ -11,9 +12,11 @@ from datasets import Dataset
 from routeguard import RecallProbe, RouteGuard, measure_recall, replay
 from routeguard.recall.encoding import Encoder
 from routeguard.recall.haystack import builtin_prose
+from routeguard.recall.key_words import draw_number
 from routeguard.recall.registry import TASKS, find_task
 from routeguard.recall.replay import REPLAY_TASKS
 from routeguard.recall.sample import build_sample
+from routeguard.recall.task import Material
 from tests.loops import tiny
 from tests.recall_tokenizers import byte_bpe, characters
 from tests.trainers import sft_arguments
@@ -92,6 +95,61 @@ def test_no_name_of_the_probe_is_ever_replayed() -> None:
     assert len(replayed) > 50 and len(asked) > 50
     nouns = [{name.split("-")[1] for name in group} for group in (replayed, asked)]
     assert not nouns[0] & nouns[1]
+
+
+KINDS = {
+    "variables": re.compile(r"VAR ([A-Z]+)\b"),
+    "numbers": re.compile(r"\b(\d{5}|\d{7})\b"),
+    "uuids": re.compile(r"\b([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\b"),
+}
+
+
+def hidden(task: str, split: str, drafts: int, words: int) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {kind: set() for kind in KINDS}
+    for seed in range(drafts):
+        draft = find_task(task).draft(random.Random(seed), Material(builtin_prose(), split), None)
+        whole = "\n".join((*draft.render(words).turns, draft.answer_prefix, *draft.answers))
+        for kind, pattern in KINDS.items():
+            found[kind] |= set(pattern.findall(whole))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("task", "kinds", "drafts", "words"),
+    [  # so many that halves drawn from the same numbers would meet (expected: 200 times, 30 times)
+        ("vt", ("variables", "numbers"), 600, 30),
+        ("niah_multikey_2", ("numbers",), 120, 1800),
+        ("niah_single_3", ("uuids",), 40, 30),
+        ("niah_multikey_3", ("uuids",), 40, 300),
+        ("niah_multiquery", ("numbers",), 100, 30),
+    ],
+)
+def test_no_key_and_no_value_of_the_probe_is_replayed_whatever_the_seed(
+    task: str, kinds: tuple[str, ...], drafts: int, words: int
+) -> None:
+    measured, replayed = (hidden(task, split, drafts, words) for split in ("measure", "replay"))
+    for kind in kinds:
+        assert len(measured[kind]) >= drafts and len(replayed[kind]) >= drafts
+        assert not measured[kind] & replayed[kind]
+        assert {sum(map(ord, each)) % 2 for each in measured[kind]} == {0}  # by construction, not by luck
+        assert {sum(map(ord, each)) % 2 for each in replayed[kind]} == {1}
+
+
+def test_each_half_has_every_letter_everywhere() -> None:
+    rng = random.Random(0)
+    for split in ("measure", "replay"):
+        drawn = [draw_number(rng, 10_000, 99_998, split) for _ in range(500)]
+        assert all({number[place] for number in drawn} >= set("123456789") for place in range(5))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_replayed_rows_hide_their_own_half_only(seed: int) -> None:
+    call = {"tasks": ["vt", "niah_multikey_3"], "lengths": (1800,), "seed": seed}
+    text = " ".join(row["prompt"] + row["completion"] for row in new_rows(replay(plain(20), byte_bpe(), 0.2, **call)))
+    text += " ".join(row["prompt"] for row in replay(plain(20), byte_bpe(), 0.2, **call) if "VAR" in row["prompt"])
+    for kind in ("variables", "numbers", "uuids"):
+        found = set(KINDS[kind].findall(text))
+        assert len(found) > 3 and {sum(map(ord, each)) % 2 for each in found} == {1}
 
 
 def test_tasks_of_the_probe_are_left_out() -> None:

@@ -1,8 +1,10 @@
-"""Names for needles: `adjective-noun`, in two halves, so that what training replays is never probed."""
+"""Names and values for needles, in two halves, so that what training replays is never probed."""
 
 from __future__ import annotations
 
 import random
+import uuid
+from collections.abc import Callable
 from typing import Literal
 
 Split = Literal["measure", "replay"]
@@ -36,3 +38,32 @@ _NOUNS_OF: dict[Split, tuple[str, ...]] = {"measure": NOUNS[0::2], "replay": NOU
 def draw_words(rng: random.Random, split: Split) -> str:
     """One name, such as `brisk-otter`; the nouns of the two splits are disjoint."""
     return f"{rng.choice(ADJECTIVES)}-{rng.choice(_NOUNS_OF[split])}"
+
+
+def draw_number(rng: random.Random, low: int, high: int, split: Split) -> str:
+    """A number from `low` to `high`, both included; those of the two splits are disjoint."""
+    return _draw_half(lambda: str(rng.randint(low, high)), split)
+
+
+def draw_uuid(rng: random.Random, split: Split) -> str:
+    """A random UUID (version 4); those of the two splits are disjoint."""
+    return _draw_half(lambda: str(uuid.UUID(int=rng.getrandbits(128), version=4)), split)
+
+
+def draw_letters(rng: random.Random, letters: str, count: int, split: Split) -> str:
+    """A name of `count` of the letters; those of the two splits are disjoint."""
+    return _draw_half(lambda: "".join(rng.choices(letters, k=count)), split)
+
+
+def half_of(text: str) -> Split:
+    """Which split a number, UUID or variable belongs to: that with an even sum of its characters' codes is measured.
+
+    The sum hangs on every character, so that no single digit or letter tells the halves apart.
+    """
+    return "replay" if sum(map(ord, text)) % 2 else "measure"
+
+
+def _draw_half(draw: Callable[[], str], split: Split) -> str:
+    while half_of(drawn := draw()) != split:
+        pass
+    return drawn

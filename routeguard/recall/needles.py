@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-import uuid
 from dataclasses import dataclass
 from typing import Literal
 
 from routeguard.recall import templates
-from routeguard.recall.key_words import Split, draw_words
+from routeguard.recall.key_words import Split, draw_number, draw_uuid, draw_words
 from routeguard.recall.task import Draft, Material, Rendered, place
 
 Filling = Literal["noise", "prose", "needles"]
@@ -129,13 +128,13 @@ class _NeedleDraft:
             return self.material.haystack.sentences(num_words, self.start), set()
         if self.task.filling == "noise":
             return cut_lines(num_words, templates.NOISE), set()
-        rng = random.Random(self.line_seed)
+        rng, split = random.Random(self.line_seed), self.material.split
         taken = {key for key, _ in self.hidden}
         lines, others = [], set()
         for left in range(num_words, 0, -_WORDS_A_NEEDLE):
-            key, value = _draw(rng, self.task.keys, self.material.split), _draw(rng, self.task.values, "measure")
+            key, value = _draw(rng, self.task.keys, split), _draw(rng, self.task.values, split)
             while key in taken:
-                key = _draw(rng, self.task.keys, self.material.split)
+                key = _draw(rng, self.task.keys, split)
             line = templates.NEEDLE.format(type_needle_v=self.task.values, key=key, value=value)
             if left >= _WORDS_A_NEEDLE:
                 others.add(value)
@@ -156,8 +155,8 @@ def _draw(rng: random.Random, kind: Keys | Values, split: Split) -> str:
     if kind == "words":
         return draw_words(rng, split)
     if kind == "numbers":
-        return str(rng.randint(10**6, 10**7 - 1))
-    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+        return draw_number(rng, 10**6, 10**7 - 1, split)
+    return draw_uuid(rng, split)
 
 
 def _distinct(rng: random.Random, kind: Keys | Values, count: int, split: Split) -> list[str]:

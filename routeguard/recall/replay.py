@@ -34,7 +34,8 @@ def replay(
 ) -> Any:
     """Return a dataset in which `share` of the rows are retrieval samples, at random places among the others.
 
-    Their names (`brisk-otter`) are never those of `measure_recall` and `RecallProbe`, and their tasks not the probe's.
+    Their names, variables, numbers and UUIDs are never those of `measure_recall` and `RecallProbe`, whatever the seeds
+    (`key_words`: two halves), and their tasks not the probe's.
     A probe that asks the kind of question that is replayed proves little: it measures what was trained, not what was
     kept.
 
@@ -89,7 +90,7 @@ def replay(
     rows = [{**filling, **_row(sample, style)} for sample in samples]
     print(
         f"routeguard: replay: {count} of {len(dataset) + count} rows ask {', '.join(task.name for task in chosen)} at "
-        f"{list(lengths)} tokens; a probe on these kinds proves little (their names are not the probe's)",
+        f"{list(lengths)} tokens; a probe on these kinds proves little (their names and values are not the probe's)",
         flush=True,
     )
     return _mixed(dataset, rows, rng)

@@ -92,7 +92,7 @@ def build_sample(
         haystack: the prose, for tasks that use it.
         seed: of all randomness.
         reserve_tokens: room for the answer; None: `answer_room`. RULER's own are 128 (needles) and 30 (variables).
-        split: which half of the names; "replay" is for training data.
+        split: which half of the names and values; "replay" is for training data.
 
     Raises ValueError if the length cannot hold the question, or not be met exactly, if the haystack is too short, or if
     the tokenizer lacks words.

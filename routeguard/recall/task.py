@@ -12,7 +12,7 @@ from routeguard.recall.key_words import Split
 
 @dataclass(frozen=True)
 class Material:
-    """What a task writes with: the prose of its haystack, and which half of the names it may use."""
+    """What a task writes with: the prose of its haystack, and which half of the names and values it may use."""
 
     haystack: Haystack
     split: Split = "measure"

@@ -8,9 +8,11 @@ import string
 from dataclasses import dataclass
 
 from routeguard.recall import templates
+from routeguard.recall.key_words import Split, draw_letters, draw_number
 from routeguard.recall.needles import cut_lines
 from routeguard.recall.task import Draft, Material, Rendered, place
 
+_VALUES = (10_000, 99_998)
 _EXAMPLE_NOISES = 10  # sentences of noise in the worked example
 
 
@@ -30,8 +32,8 @@ class VariableTask:
     joiner: str = ""
 
     def draft(self, rng: random.Random, material: Material, depth: float | None) -> Draft:
-        names = _variables(rng, self.num_hops + 1, 5)
-        value = str(rng.randint(10_000, 99_998))
+        names = _variables(rng, self.num_hops + 1, 5, material.split)
+        value = draw_number(rng, *_VALUES, material.split)
         places = sorted(rng.random() for _ in names)
         if depth is not None:
             places[0] = depth
@@ -40,7 +42,7 @@ class VariableTask:
             answers=tuple(names),
             value=value,
             places=tuple(places),
-            example=_example(rng, self.num_hops) if self.example else "",
+            example=_example(rng, self.num_hops, material.split) if self.example else "",
         )
 
 
@@ -69,10 +71,10 @@ def _context(names: tuple[str, ...], value: str, places: tuple[float, ...], num_
     return place(lines, list(zip(places, hops, strict=True)), " ")
 
 
-def _example(rng: random.Random, num_hops: int) -> str:
+def _example(rng: random.Random, num_hops: int, split: Split) -> str:
     """A question with its answer, as RULER puts it first: the same form, three-letter names."""
-    names = tuple(_variables(rng, num_hops + 1, 3))
-    value = str(rng.randint(10_000, 99_998))
+    names = tuple(_variables(rng, num_hops + 1, 3, split))
+    value = draw_number(rng, *_VALUES, split)
     noise_words = len(templates.NOISE.split()) * _EXAMPLE_NOISES
     context, _ = _context(names, value, tuple(sorted(rng.random() for _ in names)), noise_words)
     question = templates.CHAIN_QUESTION.format(query=value)
@@ -81,10 +83,10 @@ def _example(rng: random.Random, num_hops: int) -> str:
     return f"{templates.CHAIN_INTRO}\n{context}\n{question} {prefix}  {' '.join(names)}\n\n\n\n"
 
 
-def _variables(rng: random.Random, count: int, letters: int) -> list[str]:
+def _variables(rng: random.Random, count: int, letters: int, split: Split) -> list[str]:
     names: list[str] = []
     while len(names) < count:
-        name = "".join(rng.choices(string.ascii_uppercase, k=letters))
+        name = draw_letters(rng, string.ascii_uppercase, letters, split)
         if name not in names:
             names.append(name)
     return names
