@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from routeguard.diagnostics.attention_call import AttentionCall
 from routeguard.diagnostics.attention_rows import CHUNK_TOKENS, log_normalisers, logit_chunks
 from routeguard.diagnostics.capture import captured_calls
+from routeguard.diagnostics.chunked_loss import LOSS_TOKENS, SequenceLoss, chunked_loss, find_decoder, plain_loss
 from routeguard.diagnostics.decay_fit import Array, DecayCurve, DecayFit, fit_decay
 from routeguard.diagnostics.query_sample import sample_queries
 from routeguard.diagnostics.running import (
@@ -23,7 +24,6 @@ from routeguard.diagnostics.running import (
     quiet,
     refuse_beyond_positions,
     require_seen,
-    run_tokens,
 )
 from routeguard.diagnostics.sample_layouts import IGNORED
 
@@ -112,13 +112,15 @@ def gradient_locality(
     num_queries: int | None = 128,
     seed: int = 0,
     chunk_tokens: int = CHUNK_TOKENS,
+    loss_tokens: int | None = LOSS_TOKENS,
     insist: bool = False,
 ) -> GradientLocality:
     """Measure `g(τ) = E_{t,h} |∂L/∂e[t, t−τ]|` for each full-attention layer, with the loss of next-token training.
 
     `e` is the scaled product of query and key, before soft cap and mask. The gradient of a row of logits follows from
     that of the attention output, `A·(∂L/∂A − Σ A·∂L/∂A)` with `∂L/∂A = ∂L/∂o · v`, so no T × T matrix is made. Needs
-    the memory of one training step without optimizer; parameters get no gradients and nothing is left changed.
+    the memory of one training step without optimizer and without its T × vocabulary logits; parameters get no gradients
+    and nothing is left changed.
 
     Args:
         model: a causal language model.
@@ -129,11 +131,14 @@ def gradient_locality(
         num_queries: queries computed in each sequence, 8 or more, default 128; None: all.
         seed: which queries; each sequence draws its own.
         chunk_tokens: keys at a time.
+        loss_tokens: positions whose logits are held at a time, default 128; None: all, for models that are refused
+            otherwise.
         insist: measure beyond the positions that the model's configuration names.
 
     Raises:
         ValueError: no full-attention layer, a layer whose attention cannot be seen, padded input, labels of another
-            shape, or none that counts in a sequence, more tokens than the model has positions.
+            shape, or none that counts in a sequence, more tokens than the model has positions, a model whose logits
+            cannot be computed a few positions at a time.
 
     Source: paper, distance-conditioned gradient; the row formula is derived (as in backward passes of fused attention).
     """
@@ -145,6 +150,7 @@ def gradient_locality(
     if not insist:
         refuse_beyond_positions(model, int(input_ids.shape[1]))
     attention = chosen_attention(model, layers)
+    loss_of = _loss_function(model, input_ids, loss_tokens)
     sequences, tokens = (int(size) for size in input_ids.shape)
     wanted = sorted({geometry.layer for geometry in attention})
     sums = {layer: np.zeros((sequences, tokens)) for layer in wanted}
@@ -152,7 +158,8 @@ def gradient_locality(
     losses = []
     for number in range(sequences):
         positions = sample_queries(tokens, num_queries, seed=seed + number).all_positions
-        loss, calls = _loss_and_gradients(model, attention, input_ids[number : number + 1], labels[number : number + 1])
+        row = slice(number, number + 1)
+        loss, calls = _loss_and_gradients(model, attention, input_ids[row], labels[row], loss_of)
         losses.append(loss)
         seen = np.searchsorted(np.array(positions), np.arange(tokens))
         reached = len(positions) - seen  # queries at or after position τ have a key τ tokens back
@@ -166,10 +173,28 @@ def gradient_locality(
     return GradientLocality(curves, tokens, sequences, num, sum(losses) / len(losses))
 
 
+def _loss_function(
+    model: nn.Module, input_ids: Tensor, loss_tokens: int | None
+) -> Callable[[nn.Module, Tensor, Tensor], SequenceLoss]:
+    if loss_tokens is None:
+        return plain_loss
+    if loss_tokens < 1:
+        raise ValueError(f"loss_tokens={loss_tokens}; give at least 1, or None for all positions at once")
+    with quiet(model):
+        decoder = find_decoder(model, input_ids)
+    return partial(chunked_loss, decoder=decoder, loss_tokens=loss_tokens)
+
+
 def _loss_and_gradients(
-    model: nn.Module, attention: Iterable[Any], input_ids: Tensor, labels: Tensor
+    model: nn.Module,
+    attention: Iterable[Any],
+    input_ids: Tensor,
+    labels: Tensor,
+    loss_of: Callable[[nn.Module, Tensor, Tensor], SequenceLoss],
 ) -> tuple[float, list[tuple[AttentionCall, Tensor, Tensor]]]:
     """The loss, and for each attention call its result and the gradient there, both [1, H, T, d_v]."""
+    if not bool((labels[0, 1:] != IGNORED).any()):
+        raise ValueError("no label of a sequence counts (all are -100 or the first token)")
     calls: list[tuple[AttentionCall, Tensor]] = []
     attention = list(attention)
 
@@ -186,16 +211,11 @@ def _loss_and_gradients(
         return leaf
 
     with torch.inference_mode(False), torch.enable_grad(), quiet(model), captured_calls(model, attention, visit):
-        logits = run_tokens(model, input_ids.clone(), keep_logits=True).logits
-        targets = labels[0, 1:].to(logits.device)
-        if not bool((targets != IGNORED).any()):
-            raise ValueError("no label of a sequence counts (all are -100 or the first token)")
-        loss = functional.cross_entropy(logits[0, :-1].float(), targets, ignore_index=IGNORED)
+        loss = loss_of(model, input_ids.clone(), labels)
         require_seen((geometry.layer for geometry in attention), (call.layer for call, _ in calls))
-        gradients = torch.autograd.grad(loss, [leaf for _, leaf in calls])
+        gradients = torch.autograd.grad(loss.end, [leaf for _, leaf in calls], loss.gradient)
     outputs = [leaf.detach() for _, leaf in calls]
-    found = zip((call for call, _ in calls), outputs, gradients, strict=True)
-    return float(loss.detach()), list(found)
+    return loss.value, list(zip((call for call, _ in calls), outputs, gradients, strict=True))
 
 
 @torch.no_grad()
