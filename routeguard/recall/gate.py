@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
+from routeguard.recall.paired import fewest_losses, paired_bootstrap, sign_test
 from routeguard.recall.result import RecallResult
 from routeguard.recall.scores import SampleScore
 
@@ -22,7 +24,10 @@ class GateRow:
     Attributes:
         before, after: mean scores, 0 to 1, over the same `count` samples.
         drop: `before - after`, with `low` and `high` its two-sided 90 % bootstrap interval by default.
-        failed: whether the drop is both large enough and significant.
+        num_lost, num_gained: samples whose score fell, or rose.
+        p_bootstrap: share of the resamples of the pairs that show no drop.
+        p_sign: exact one-sided sign test of `num_lost` against `num_gained` (McNemar's where scores are 0 or 1).
+        failed: whether the drop is both large enough and significant by both tests.
     """
 
     task: str | None
@@ -33,6 +38,10 @@ class GateRow:
     drop: float
     low: float
     high: float
+    num_lost: int
+    num_gained: int
+    p_bootstrap: float
+    p_sign: float
     failed: bool
 
 
@@ -62,11 +71,12 @@ class GateReport:
         return {"schema_version": SCHEMA_VERSION, "kind": "recall_gate", "ok": self.ok, **asdict(self)}
 
     def __str__(self) -> str:
-        lines = ["recall       before   after    drop  interval        samples"]
+        lines = ["recall       before   after    drop  interval        samples  lost  gained  p bootstrap  p sign"]
         for row in self.rows:
             lines.append(
                 f"@{row.length_tokens:<10} {row.before:7.2f} {row.after:7.2f} {row.drop:+7.2f}  "
-                f"[{row.low:+.2f}, {row.high:+.2f}]  {row.count:7}{'  FAILED' if row.failed else ''}"
+                f"[{row.low:+.2f}, {row.high:+.2f}]  {row.count:7}  {row.num_lost:4}  {row.num_gained:6}  "
+                f"{row.p_bootstrap:11.3f}  {row.p_sign:6.3f}{'  FAILED' if row.failed else ''}"
             )
         for row in sorted(self.by_task, key=lambda row: -row.drop)[:3]:
             if row.drop >= self.max_drop:
@@ -80,8 +90,15 @@ class GateReport:
         verdict = "passed" if self.ok else "FAILED"
         lines.append(
             f"gate {verdict}: a drop of at least {100 * self.max_drop:g} points fails where it is significant at "
-            f"{100 * self.confidence:g} %"
+            f"{100 * self.confidence:g} % by both tests"
         )
+        few, needed = min(row.count for row in self.rows), fewest_losses(self.confidence)
+        if needed / few > self.max_drop + 1e-9:
+            lines.append(
+                f"note: of {few} samples at least {needed} must be lost before that is significant, which is "
+                f"{100 * needed / few:.0f} points where each has one value; for {100 * self.max_drop:g} points measure "
+                f"at least {math.ceil(needed / self.max_drop - 1e-9)} a length"
+            )
         return "\n".join(lines)
 
 
@@ -96,10 +113,12 @@ def gate(
     seed: int = 0,
     reasoning: tuple[float, float] | None = None,
 ) -> GateReport:
-    """Compare two measurements of the same samples, by a paired bootstrap.
+    """Compare two measurements of the same samples, by a paired bootstrap and an exact sign test.
 
-    A length fails if its mean score fell by `max_drop` or more, and if at most `1 - confidence` of the resamples of its
-    pairs show no drop at all. With many lengths the chance that one fails by luck adds up; `max_drop` keeps it small.
+    A length fails if its mean score fell by `max_drop` or more, if at most `1 - confidence` of the resamples of its
+    pairs show no drop at all, and if the sign test of samples lost against samples gained is at most `1 - confidence`
+    too: a bootstrap alone is too liberal where few pairs differ. With many lengths the chance that one fails by luck
+    adds up.
 
     Args:
         before, after: measured with the same tasks, lengths, seed and tokenizer.
@@ -181,15 +200,12 @@ def _row(
     import numpy
 
     drops = numpy.array([one.score - two.score for one, two in pairs])
-    generator = numpy.random.default_rng(seed)
-    parts = []
-    for left in range(num_resamples, 0, -500):  # in parts, to bound memory
-        parts.append(drops[generator.integers(0, len(drops), (min(left, 500), len(drops)))].mean(axis=1))
-    means = numpy.concatenate(parts)
-    low, high = (float(numpy.quantile(means, q)) for q in (1 - confidence, confidence))
-    drop = float(drops.mean())
+    bootstrap = paired_bootstrap(drops, confidence=confidence, num_resamples=num_resamples, seed=seed)
     # Rounding: a drop of exactly ten points is at least ten points.
-    failed = judged and drop >= max_drop - 1e-9 and float((means <= 1e-12).mean()) <= 1 - confidence
+    num_lost, num_gained = int((drops > 1e-9).sum()), int((drops < -1e-9).sum())
+    p_sign = sign_test(num_lost, num_gained)
+    drop = float(drops.mean())
+    failed = judged and drop >= max_drop - 1e-9 and max(bootstrap.p, p_sign) <= 1 - confidence
     return GateRow(
         task=task,
         length_tokens=length,
@@ -197,7 +213,11 @@ def _row(
         before=fmean(one.score for one, _ in pairs),
         after=fmean(two.score for _, two in pairs),
         drop=drop,
-        low=low,
-        high=high,
+        low=bootstrap.low,
+        high=bootstrap.high,
+        num_lost=num_lost,
+        num_gained=num_gained,
+        p_bootstrap=bootstrap.p,
+        p_sign=p_sign,
         failed=failed,
     )
