@@ -84,8 +84,12 @@ def distance(
 @click.option("--layer", type=int, required=True, help="A full-attention layer.")
 @click.option("--head", type=int, required=True, help="Query head, from 0.")
 @before_option
+@click.option("--task", help="Look at a sample of this recall task, needle and question marked.")
+@click.option("--length", help="Its length in tokens, for example 8k. Default: 2k.")
+@click.option("--depth", type=float, help="Where its needle stands, 0 to 1. Default: 0.5.")
+@click.option("--seed", type=int, help="Which sample. Default: 0.")
 @text_option
-@click.option("--tokens", default=2048, help="Length of the sequence in tokens.")
+@click.option("--tokens", type=int, help="Without a task: length of the text in tokens. Default: 2048.")
 @insist_option
 @plot_option
 @json_option
@@ -95,23 +99,41 @@ def picture(
     layer: int,
     head: int,
     before: Path | None,
+    task: str | None,
+    length: str | None,
+    depth: float | None,
+    seed: int | None,
     text: Path | None,
-    tokens: int,
+    tokens: int | None,
     insist: bool,
     plot: Path | None,
     as_json: bool,
 ) -> None:
     """Where one head looks; with --before also before, restored, and the log-ratio of restored and after.
 
-    MODEL is a checkpoint folder with its tokenizer.
+    MODEL is a checkpoint folder with its tokenizer. With --task the text is a question about a needle, which ends
+    where the answer begins, and the share of attention that the answer's place gives to the needle is printed.
     """
+    from routeguard.diagnostics.needle_prompt import needle_prompt
     from routeguard.diagnostics.plots import check_plot
     from routeguard.diagnostics.routing_picture import attention_map, routing_picture
     from routeguard.restoration.in_memory import restored
 
     check_plot(plot)
+    _refuse_unused({"--length": length, "--depth": depth, "--seed": seed}, unless=task, needs="--task")
+    if task is not None and (text, tokens) != (None, None):
+        raise ValueError("--text and --tokens choose a text, --task makes its own; give one or the other")
+    sizes = parse_lengths(length or "2k", "--length")
+    if len(sizes) > 1:
+        raise ValueError(f"--length {length!r}: a picture is of one prompt; give one length")
     loaded, tokenizer = load_model(model)
-    rows = _rows(tokenizer, text, tokens, 1)
+    marks: dict[str, Any] = {}
+    if task is None:
+        rows = _rows(tokenizer, text, 2048 if tokens is None else tokens, 1)
+    else:
+        place = 0.5 if depth is None else depth
+        prompt = needle_prompt(tokenizer, task=task, length_tokens=sizes[0], depth=place, seed=seed or 0)
+        rows, marks = prompt.input_ids, prompt.marks
     if before is None:
         states = {"": attention_map(loaded, rows, layer=layer, head=head, insist=insist)}
     else:
@@ -120,7 +142,7 @@ def picture(
         states["after"] = attention_map(loaded, rows, layer=layer, head=head, insist=insist)
         with restored(loaded, start):
             states["restored"] = attention_map(loaded, rows, layer=layer, head=head, insist=insist)
-    _show(routing_picture(states), as_json=as_json, plot=plot)
+    _show(routing_picture(states, marks=marks), as_json=as_json, plot=plot)
 
 
 @diagnose.command()
@@ -244,6 +266,12 @@ def locality(
         insist=insist,
     )
     _show(report, as_json=as_json, plot=plot)
+
+
+def _refuse_unused(options: dict[str, Any], *, unless: Any, needs: str) -> None:
+    given = [name for name, value in options.items() if value is not None]
+    if given and unless is None:
+        raise ValueError(f"{', '.join(given)} given without {needs}, which they belong to")
 
 
 def _rows(tokenizer: Any, text: Path | None, tokens: int, sequences: int) -> Any:

@@ -72,13 +72,13 @@ def parse_roles(text: str) -> tuple[Role, ...]:
     return check_roles(part.strip() for part in text.split(","))  # type: ignore[misc]
 
 
-def parse_lengths(text: str) -> list[int]:
+def parse_lengths(text: str, option: str = "--lengths") -> list[int]:
     """Turn "4k,8192" into [4096, 8192]; k is 1024. Raises ValueError for anything else."""
     lengths = []
     for part in text.lower().split(","):
         number, unit = (part.strip()[:-1], 1024) if part.strip().endswith("k") else (part.strip(), 1)
         if not number.isdigit() or int(number) == 0:
-            raise ValueError(f"--lengths {text!r} is not a list of lengths like 4k,8k,32768")
+            raise ValueError(f"{option} {text!r} is not a list of lengths like 4k,8k,32768")
         lengths.append(int(number) * unit)
     return lengths
 

@@ -39,12 +39,15 @@ class AttentionMap:
         num_tokens: length T of the prompt.
         values: [cells, cells], mean probability of the query-key pairs in a cell; row: query, column: key. Cells of one
             token (T at most the number of cells asked for) are the attention matrix itself.
+        last_query: [T], what the last token gives to each token: in a prompt that ends where the answer begins, the
+            attention that decides about it.
     """
 
     layer: int
     head: int
     num_tokens: int
     values: Tensor
+    last_query: Tensor
 
     @property
     def edges(self) -> list[int]:
@@ -58,11 +61,11 @@ class RoutingPicture:
 
     Attributes:
         states: maps by name; with "after" and "restored" among them the picture has a panel of their log-ratio.
-        marks: tokens worth a mark, by name (the needle, say).
+        marks: tokens worth a mark, from start to stop, by name (the needle, say).
     """
 
     states: Mapping[str, AttentionMap]
-    marks: Mapping[str, int]
+    marks: Mapping[str, tuple[int, int]]
 
     @property
     def log_ratio(self) -> Tensor | None:
@@ -75,11 +78,8 @@ class RoutingPicture:
         return torch.where((after > 0) | (restored > 0), ratio, torch.nan)
 
     def received(self, state: str, mark: str) -> float:
-        """Probability that the last cell of queries gives to a token's cell, all its tokens together, 0 to 1."""
-        found = self.states[state]
-        edges = found.edges
-        cell = next(n for n, stop in enumerate(edges[1:]) if self.marks[mark] < stop)
-        return float(found.values[-1, cell]) * (edges[cell + 1] - edges[cell])
+        """Share of its attention that the last token gives to the marked tokens, 0 to 1."""
+        return float(self.states[state].last_query[slice(*self.marks[mark])].sum())
 
     def to_dict(self) -> dict[str, Any]:
         first = next(iter(self.states.values()))
@@ -88,7 +88,8 @@ class RoutingPicture:
             "layer": first.layer,
             "head": first.head,
             "num_tokens": first.num_tokens,
-            "marks": dict(self.marks),
+            "marks": {name: list(span) for name, span in self.marks.items()},
+            "received": {mark: {state: self.received(state, mark) for state in self.states} for mark in self.marks},
             "states": {name: state.values.tolist() for name, state in self.states.items()},
             "log_ratio": None if ratio is None else [[None if v != v else v for v in row] for row in ratio.tolist()],
         }
@@ -96,9 +97,10 @@ class RoutingPicture:
     def __str__(self) -> str:
         first = next(iter(self.states.values()))
         lines = [f"layer {first.layer}, head {first.head}, {first.num_tokens} tokens, {len(first.values)} cells a side"]
-        for mark, token in self.marks.items():
-            shares = ", ".join(f"{state} {self.received(state, mark):.3f}" for state in self.states)
-            lines.append(f"attention of the last tokens to {mark} (token {token}): {shares}")
+        for mark, (start, stop) in self.marks.items():
+            shares = ", ".join(f"{state} {self.received(state, mark):.3f}".lstrip() for state in self.states)
+            where = f"token {start}" if stop == start + 1 else f"tokens {start} to {stop - 1}"
+            lines.append(f"attention of the last token to {mark} ({where}): {shares}")
         ratio = self.log_ratio
         if ratio is not None:
             known = ratio[~ratio.isnan()]
@@ -137,7 +139,7 @@ def attention_map(
     if not insist:
         refuse_beyond_positions(model, tokens)
     cells = min(num_cells, tokens)
-    found: list[Tensor] = []
+    found: list[tuple[Tensor, Tensor]] = []
 
     def visit(call: AttentionCall, _: Tensor | None) -> None:
         if over_tokens(call, tokens):
@@ -149,15 +151,17 @@ def attention_map(
     with torch.no_grad(), quiet(model), captured_calls(model, attention, visit):
         run_tokens(model, input_ids)
     require_seen([layer], [layer] if found else [])
-    return AttentionMap(layer, head, tokens, found[0])
+    return AttentionMap(layer, head, tokens, *found[0])
 
 
-def routing_picture(states: Mapping[str, AttentionMap], *, marks: Mapping[str, int] | None = None) -> RoutingPicture:
+def routing_picture(
+    states: Mapping[str, AttentionMap], *, marks: Mapping[str, int | tuple[int, int]] | None = None
+) -> RoutingPicture:
     """Put maps of the same head and prompt side by side: the paper's Fig. 4 with "before", "after" and "restored".
 
     Args:
         states: maps by name, one or more.
-        marks: tokens to mark, by name.
+        marks: tokens to mark, by name: one, or (start, stop). `needle_prompt` makes a prompt with its marks.
 
     Raises:
         ValueError: no map, maps of other heads or lengths, or a mark outside of the prompt.
@@ -171,10 +175,11 @@ def routing_picture(states: Mapping[str, AttentionMap], *, marks: Mapping[str, i
     if len(kinds) > 1:
         raise ValueError(f"the maps differ in (layer, head, tokens, cells): {sorted(kinds)}")
     tokens = next(iter(states.values())).num_tokens
-    outside = {name: token for name, token in (marks or {}).items() if not 0 <= token < tokens}
+    spans = {name: (mark, mark + 1) if isinstance(mark, int) else mark for name, mark in (marks or {}).items()}
+    outside = {name: span for name, span in spans.items() if not 0 <= span[0] < span[1] <= tokens}
     if outside:
-        raise ValueError(f"marks outside of the {tokens} tokens: {outside}")
-    return RoutingPicture(dict(states), dict(marks or {}))
+        raise ValueError(f"marks outside of the {tokens} tokens, or empty: {outside}")
+    return RoutingPicture(dict(states), spans)
 
 
 def one_head(call: AttentionCall, head: int) -> AttentionCall:
@@ -198,15 +203,16 @@ def one_head(call: AttentionCall, head: int) -> AttentionCall:
     )
 
 
-def _cells(call: AttentionCall, cells: int) -> Tensor:
+def _cells(call: AttentionCall, cells: int) -> tuple[Tensor, Tensor]:
+    """Means over cells, [cells, cells], and the last query's row, [T]."""
     edges = _edges(call.num_keys, cells)
     widths = torch.tensor([stop - start for start, stop in itertools.pairwise(edges)])
     owner = torch.repeat_interleave(torch.arange(cells), widths)
     rows = []
     for start, stop in itertools.pairwise(edges):
-        mean = attention_rows(call, list(range(start, stop)))[0, 0].mean(0).cpu()
-        rows.append(torch.zeros(cells).index_add_(0, owner, mean) / widths)
-    return torch.stack(rows)
+        exact = attention_rows(call, list(range(start, stop)))[0, 0].cpu()
+        rows.append(torch.zeros(cells).index_add_(0, owner, exact.mean(0)) / widths)
+    return torch.stack(rows), exact[-1].clone()
 
 
 def _edges(tokens: int, cells: int) -> list[int]:
