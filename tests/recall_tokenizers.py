@@ -14,8 +14,8 @@ CHAT = (
 
 
 @lru_cache
-def byte_bpe(vocab_size: int = 800, *, chat: bool = False, ends: bool = False) -> Any:
-    """Byte-level BPE, as in GPT-2 or Llama 3; `ends` adds <s> before and </s> after each text."""
+def byte_bpe(vocab_size: int = 800, *, chat: bool = False, ends: bool = False, more: str = "") -> Any:
+    """Byte-level BPE, as in GPT-2 or Llama 3; `ends`: with <s> before and </s> after each text; `more` to train on."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -23,7 +23,7 @@ def byte_bpe(vocab_size: int = 800, *, chat: bool = False, ends: bool = False) -
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     core.train_from_iterator(
-        [_prose()],
+        [_prose(), more],
         trainers.BpeTrainer(
             vocab_size=vocab_size,
             special_tokens=["<pad>", "<s>", "</s>"],

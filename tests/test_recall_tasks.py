@@ -14,8 +14,9 @@ import pytest
 
 from routeguard.demo.model import load_tokenizer
 from routeguard.recall import templates
+from routeguard.recall.boundaries import ends_sentence
 from routeguard.recall.encoding import Encoder
-from routeguard.recall.haystack import Haystack, _in_sentences, as_haystack, builtin_prose
+from routeguard.recall.haystack import builtin_prose
 from routeguard.recall.key_words import ADJECTIVES, NOUNS, draw_words
 from routeguard.recall.needles import NeedleTask
 from routeguard.recall.registry import TASKS, find_task, find_tasks
@@ -182,6 +183,15 @@ def test_templates_are_rulers() -> None:
         assert prefix.replace("{type_needle_v}", "") in re.sub(r"\{type_needle_v(\[:-1\])?\}", "", source)
 
 
+def _in_sentences(words: list[str]) -> list[str]:
+    sentences: list[list[str]] = [[]]
+    for word in words:
+        sentences[-1].append(word)
+        if ends_sentence(word):
+            sentences.append([])
+    return [" ".join(sentence) for sentence in sentences if sentence]
+
+
 def _ruler_niah(monkeypatch):
     """RULER's needle module with stand-ins for the packages that bring words and sentences."""
     _ruler_folder()
@@ -248,33 +258,6 @@ def test_a_length_too_short_for_the_needles_says_what_is_needed() -> None:
         sample("niah_multikey_1", byte_bpe(), 60)
     enough = int(re.search(r"at least (\d+)", str(e.value))[1])
     assert len(sample("niah_multikey_1", byte_bpe(), enough + 8).prompt_ids) > 60
-
-
-def test_a_short_haystack_is_refused_not_repeated() -> None:
-    short = as_haystack("A text of my own. It is not long. " * 20)
-    assert len(short.words) == 180
-    with pytest.raises(ValueError, match=r"180 words, and .* are needed"):
-        sample("niah_single_2", byte_bpe(), 2000, haystack=short)
-    again = sample("niah_single_2", byte_bpe(), 2000, haystack=Haystack(short.words, "mine", repeats=True))
-    assert len(again.prompt_ids) == 2000 - again.reserve_tokens
-    assert "A text of my own." in sample("niah_single_2", byte_bpe(), 300, haystack=short).turns[0]
-
-
-def test_haystacks_from_what_a_user_has() -> None:
-    from datasets import Dataset
-
-    rows = Dataset.from_dict({"text": ["One two three.", "Four five."], "label": [0, 1]})
-    assert as_haystack((rows, "text")).words == ("One", "two", "three.", "Four", "five.")
-    assert as_haystack(["One two.", "Three."]).words == ("One", "two.", "Three.")
-    assert len(builtin_prose().words) > 20_000
-    with pytest.raises(ValueError, match="no column 'txt'; nearest: text"):
-        as_haystack((rows, "txt"))
-    with pytest.raises(ValueError, match="holds a int where a text is needed"):
-        as_haystack((rows, "label"))
-    with pytest.raises(ValueError, match="no words in it"):
-        as_haystack("  ")
-    with pytest.raises(ValueError, match="not a int"):
-        as_haystack(3)
 
 
 def test_a_tokenizer_without_the_words_is_refused() -> None:

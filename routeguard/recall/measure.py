@@ -19,7 +19,7 @@ from routeguard.recall.registry import DEFAULT_TASKS, find_tasks
 from routeguard.recall.result import RecallResult
 from routeguard.recall.sample import Sample, build_sample
 from routeguard.recall.scores import SampleScore
-from routeguard.recall.task import Task
+from routeguard.recall.task import Task, uses_prose
 
 Progress = Callable[[int, int, float], None]
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -236,9 +236,11 @@ def _notes(plan: Plan, tokenizer: Any, method: Method) -> Iterator[str]:
             "of several names that of the question); method='generated' takes them in any order, as RULER does"
         )
     words = len(plan.haystack.words)
-    prose = any(getattr(getattr(t, "task", t), "filling", "") == "prose" for t in plan.tasks)
+    prose = any(map(uses_prose, plan.tasks))
     if prose and plan.haystack.repeats and max(plan.lengths) > words:
-        yield f"the haystack ({plan.haystack.origin}) has {words:,} words; contexts longer than that repeat it"
+        yield f"the haystack ({plan.haystack.origin}) has {words:,} {plan.haystack.unit}; longer contexts repeat it"
+    if prose:
+        yield from plan.haystack.notes
 
 
 def _name(model: Any) -> str:

@@ -104,13 +104,13 @@ class _NeedleDraft:
         return template.format(type_needle_v=kind, query=f"{', '.join(first)}, and {last}" if first else last)
 
     def render(self, num_words: int, extra: str = "") -> Rendered:
-        pieces, others = self._pieces(num_words)
+        pieces, others, glued = self._pieces(num_words)
         separator = " " if self.task.filling == "prose" else "\n"
         needles = [
             (depth, templates.NEEDLE.format(type_needle_v=self.task.values, key=key, value=value))
             for depth, (key, value) in zip(self.depths, self.hidden, strict=True)
         ]
-        context, depths = place(pieces, needles, separator)
+        context, depths = place(pieces, needles, separator, glued)
         single = self._single
         turn = "\n".join(
             (
@@ -122,12 +122,14 @@ class _NeedleDraft:
         others |= {value for i, (_, value) in enumerate(self.hidden) if i not in self.asked}
         return Rendered((turn,), tuple(depths[i] for i in self.asked), frozenset(others))
 
-    def _pieces(self, num_words: int) -> tuple[list[str], set[str]]:
-        """Sentences or lines of `num_words` words together (the last may be cut), and the values that they hide."""
+    def _pieces(self, num_words: int) -> tuple[list[str], set[str], frozenset[int]]:
+        """Sentences or lines of `num_words` words together (the last may be cut), the values that they hide, and which
+        of them no blank follows."""
         if self.task.filling == "prose":
-            return self.material.haystack.sentences(num_words, self.start), set()
+            pieces, glued = self.material.haystack.pieces(num_words, self.start)
+            return pieces, set(), glued
         if self.task.filling == "noise":
-            return cut_lines(num_words, templates.NOISE), set()
+            return cut_lines(num_words, templates.NOISE), set(), frozenset()
         rng, split = random.Random(self.line_seed), self.material.split
         taken = {key for key, _ in self.hidden}
         lines, others = [], set()
@@ -141,7 +143,7 @@ class _NeedleDraft:
                 lines.append(line)
             else:  # a cut line goes first: at the end it would read like a question
                 lines.insert(0, " ".join(line.split()[:left]))
-        return lines, others
+        return lines, others, frozenset()
 
 
 def cut_lines(num_words: int, line: str) -> list[str]:

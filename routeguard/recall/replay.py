@@ -12,7 +12,7 @@ from routeguard.recall.reasoning import SUFFIX
 from routeguard.recall.registry import find_tasks
 from routeguard.recall.result import RecallResult
 from routeguard.recall.sample import Sample, build_sample
-from routeguard.recall.task import Task
+from routeguard.recall.task import Task, uses_prose
 
 if TYPE_CHECKING:
     from routeguard.recall.probe import RecallProbe
@@ -93,6 +93,8 @@ def replay(
         f"{list(lengths)} tokens; a probe on these kinds proves little (their names and values are not the probe's)",
         flush=True,
     )
+    for note in text.notes if any(map(uses_prose, chosen)) else ():
+        print(f"routeguard: replay: note: {note}", flush=True)
     return _mixed(dataset, rows, rng)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from routeguard.recall.encoding import Encoder
-from routeguard.recall.haystack import Haystack
+from routeguard.recall.haystack import Haystack, ShortHaystackError
 from routeguard.recall.key_words import Split
 from routeguard.recall.task import Draft, Material, Task
 
@@ -159,6 +159,15 @@ def answer_room(task: Task, encoder: Encoder) -> int:
     return room
 
 
+def _all_there_is(count: Callable[..., int], target: int, smallest: int, error: ShortHaystackError) -> tuple[int, int]:
+    """The whole haystack and its tokens. A guess beyond it is no proof that the length needs more words than it has."""
+    tokens = count(error.num_words)
+    if tokens < target:
+        slope = (tokens - smallest) / error.num_words
+        count(max(error.num_words + 1, int((target - smallest) / max(slope, 0.01))))  # raises, with a better estimate
+    return error.num_words, tokens
+
+
 def _answer_words(draft: Draft) -> str:
     return "".join(f" {value}" for value in draft.answers)
 
@@ -176,7 +185,10 @@ def _fit(count: Callable[..., int], target: int, smallest: int, *, what: str) ->
         guess = low + max(1, int((target - at_low) / slope))
         if high is not None and guess >= high:
             guess = (low + high) // 2 if high - low > 2 else low + 1
-        tokens = count(guess)
+        try:
+            tokens = count(guess)
+        except ShortHaystackError as error:
+            guess, tokens = _all_there_is(count, target, smallest, error)
         slope = max((tokens - smallest) / guess, 0.1)
         if tokens <= target:
             low, at_low = guess, tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,22 +70,44 @@ class Task(Protocol):
         """
 
 
-def place(pieces: list[str], needles: list[tuple[float, str]], separator: str) -> tuple[str, list[float]]:
-    """Insert needles between pieces at their depths (0 to 1) and join; gives the text and their true depths."""
+def uses_prose(task: Task) -> bool:
+    """Whether a task, or the one that it asks after reasoning, hides its values in the haystack's prose."""
+    return getattr(getattr(task, "task", task), "filling", "") == "prose"
+
+
+def place(
+    pieces: list[str], needles: list[tuple[float, str]], separator: str, glued: Collection[int] = ()
+) -> tuple[str, list[float]]:
+    """Insert needles between pieces at their depths (0 to 1) and join; gives the text and their true depths.
+
+    No separator follows the pieces numbered in `glued`, unless a needle does.
+    """
     placed = sorted(range(len(needles)), key=lambda i: (int(len(pieces) * needles[i][0]), i))
     out: list[str] = []
     at: dict[int, int] = {}
     length = done = 0
-    for i in placed:
-        stop = int(len(pieces) * needles[i][0])
-        for piece in pieces[done:stop]:
-            out.append(piece)
-            length += len(piece) + len(separator)
+
+    def add(text: str, gap: str) -> None:
+        nonlocal length
+        out.append(gap + text)
+        length += len(gap) + len(text)
+
+    def gap_before(number: int) -> str:
+        """What stands before a piece that follows a piece."""
+        return "" if number - 1 in glued else separator
+
+    follows_piece = False
+    for i in [*placed, None]:
+        stop = len(pieces) if i is None else int(len(pieces) * needles[i][0])
+        for number in range(done, stop):
+            add(pieces[number], gap_before(number) if follows_piece else separator if out else "")
+            follows_piece = True
         done = max(done, stop)
-        at[i] = length
-        out.append(needles[i][1])
-        length += len(needles[i][1]) + len(separator)
-    out += pieces[done:]
-    text = separator.join(out)
+        if i is not None:
+            gap = separator if out else ""
+            at[i] = length + len(gap)
+            add(needles[i][1], gap)
+            follows_piece = False
+    text = "".join(out)
     # Depth over the places a needle can begin at, so that the last place is exactly 1.
     return text, [at[i] / max(len(text) - len(needles[i][1]), 1) for i in range(len(needles))]
