@@ -5,7 +5,7 @@ Everything stays on the device until `read`: no host synchronisation between log
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from routeguard.drift.forms import routing_forms
 from routeguard.drift.frobenius import compiled_kernel
 from routeguard.drift.routing_form import compiled_pair_kernel
-from routeguard.drift.terms import Cell, StartRows, base_terms, lora_terms, start_norms
+from routeguard.drift.terms import Cell, StartRows, base_terms, lora_terms, start_squares
 from routeguard.protect.held import Held, held_parameters
 from routeguard.protect.rows import take_rows
 from routeguard.routes.collection import Routes
+from routeguard.sharding.processes import sum_over_processes
+from routeguard.sharding.split import shards_of
 
 COMPILE_FROM_ELEMENTS = 1 << 23  # held scalars from which compiled kernels pay
 
@@ -49,37 +51,55 @@ class DriftMeter:
         held: from `held_parameters(model, routes)`; those that cannot move are measured as zero and cost nothing.
         starts: for each held name the start of its held rows, on the parameter's device (kept, not copied, where a
             route covers all of them).
+        total: sums a tensor over all processes, where `held` are shards; called once now and once in each `read`. The
+            logit form is then not measured. None (default): everything is here.
     """
 
-    def __init__(self, model: nn.Module, routes: Routes, held: Sequence[Held], starts: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        routes: Routes,
+        held: Sequence[Held],
+        starts: Mapping[str, Tensor],
+        *,
+        total: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self.routes = routes
         rows = StartRows(starts)
         compiles = _large(held, starts)
         device = held[0].parameter.device.type if held else "cpu"
         self._terms = [
             *base_terms(held, rows, compiled_kernel() if compiles and device == "cpu" else None),
-            *lora_terms(model, routes, starts),
+            *(lora_terms(model, routes, starts) if total is None else ()),
         ]
         self.cells: tuple[Cell, ...] = tuple(dict.fromkeys((route.layer, route.role) for route in routes))
-        self._norms = start_norms(self._terms, self.cells, held)
+        self._total = total
+        squares = start_squares(self._terms, self.cells, held)
+        norms = (squares if total is None else total(squares)).sqrt()
+        self._norms = torch.where(norms > 0, norms, 1)  # a start of zeros: its drift is the plain distance
         self._steps: list[int] = []
         self._pending: list[Tensor] = []
         kernel = compiled_pair_kernel(device) if compiles else None
-        self._forms, self.obstacles = routing_forms(routes, held, rows, kernel)
+        if total is None:
+            self._forms, self.obstacles = routing_forms(routes, held, rows, kernel)
+        else:
+            self._forms = {}
+            self.obstacles = {layer.layer: "queries and keys are split over processes" for layer in routes.attention}
         self.start_bytes = rows.num_bytes
 
     @torch.no_grad()
     def measure(self, step: int) -> None:
         """Queue the factor drift of this step, on the device."""
         self._steps.append(step)
-        self._pending.append(self._factors())
+        self._pending.append(self._squares())
 
     @torch.no_grad()
     def read(self, *, routing: bool = True) -> list[DriftSample]:
         """Bring the queued steps to the host, and empty the queue. The last one carries the logit form if asked for."""
         if not self._pending:
             return []
-        table = torch.stack(self._pending).tolist()
+        squares = torch.stack(self._pending)
+        table = ((squares if self._total is None else self._total(squares)).sqrt() / self._norms).tolist()
         forms = {layer: tuple(form().tolist()) for layer, form in self._forms.items()} if routing else {}
         samples = [
             DriftSample(step, dict(zip(self.cells, row, strict=True)), forms if at == len(table) - 1 else {})
@@ -93,14 +113,13 @@ class DriftMeter:
     def num_pending(self) -> int:
         return len(self._pending)
 
-    def _factors(self) -> Tensor:
+    def _squares(self) -> Tensor:
         sums: dict[Cell, Tensor] = {}
         for term in self._terms:
             squared = term.squared()
             sums[term.cell] = sums[term.cell] + squared if term.cell in sums else squared
         zero = torch.zeros((), device=self._norms.device)
-        squares = torch.stack([sums.get(cell, zero).to(self._norms.device, torch.float32) for cell in self.cells])
-        return squares.sqrt() / self._norms
+        return torch.stack([sums.get(cell, zero).to(self._norms.device, torch.float32) for cell in self.cells])
 
 
 def _large(held: Sequence[Held], starts: Mapping[str, Tensor]) -> bool:
@@ -112,7 +131,8 @@ def track(model: nn.Module, routes: Routes) -> DriftMeter:
     """`Track` for a plain loop: measure drift from the model's present values.
 
     Call `meter.measure(step)` after each optimizer step and `meter.read()` when you log. It changes nothing and costs
-    one copy of what can move.
+    one copy of what can move. Where parameters are split over processes (FSDP2, tensor parallelism), all of them must
+    call it and `read`, which adds up over them once.
 
     Args:
         model: on its final device and in its final dtype.
@@ -121,8 +141,10 @@ def track(model: nn.Module, routes: Routes) -> DriftMeter:
     Raises:
         ValueError: no routing parameter is trainable, so there is nothing to measure.
     """
-    held = held_parameters(model, routes)
+    whole = held_parameters(model, routes)
+    shards = shards_of(whole)
+    held: Sequence[Held] = shards or whole
     starts = {h.name: take_rows(h.parameter.detach(), h.rows, h.dim).clone() for h in held if h.trainable}
     if not starts:
         raise ValueError(f"none of the {len(held)} routing tensors is trainable: queries and keys cannot move")
-    return DriftMeter(model, routes, held, starts)
+    return DriftMeter(model, routes, held, starts, total=None if shards is None else sum_over_processes)

@@ -61,16 +61,16 @@ def base_terms(held: Sequence[Held], starts: StartRows, kernel: Kernel | None) -
         for route in h.routes:
             rows = route.rows if h.part == "base" else h.rows
             start = starts.of(h, rows)
-            terms.append(_term((route.layer, route.role), h.parameter, start, rows, h.dim, kernel))
+            terms.append(_term((route.layer, route.role), h, start, rows, kernel))
     return terms
 
 
-def _term(cell: Cell, parameter: Tensor, start: Tensor, rows: Rows | None, dim: int, kernel: Kernel | None) -> Term:
-    return Term(
-        cell,
-        lambda: squared_distance(parameter.detach(), start, rows=rows, dim=dim, kernel=kernel),
-        squared_norm(start),
-    )
+def _term(cell: Cell, held: Held, start: Tensor, rows: Rows | None, kernel: Kernel | None) -> Term:
+    def squared() -> Tensor:
+        distance = squared_distance(held.parameter.detach(), start, rows=rows, dim=held.dim, kernel=kernel)
+        return distance if held.share == 1 else held.share * distance
+
+    return Term(cell, squared, held.share * squared_norm(start))
 
 
 def lora_terms(model: nn.Module, routes: Routes, starts: Mapping[str, Tensor]) -> list[Term]:
@@ -134,13 +134,13 @@ def _base_weight(pair: LoraPair, dim: int) -> Tensor:
     return weight if dim == 0 else weight.transpose(0, dim)
 
 
-def start_norms(terms: Sequence[Term], cells: Sequence[Cell], held: Sequence[Held]) -> Tensor:
-    """‖W₀‖ of each cell, `[cells]`; 1 where the start is zero (a fresh bias), whose drift is the plain distance."""
+def start_squares(terms: Sequence[Term], cells: Sequence[Cell], held: Sequence[Held]) -> Tensor:
+    """‖W₀‖² of each cell, `[cells]`."""
     device = terms[0].start_squared.device if terms else (held[0].parameter.device if held else torch.device("cpu"))
     sums = {cell: torch.zeros((), device=device) for cell in cells}
     for term in terms:
         sums[term.cell] = sums[term.cell] + term.start_squared.to(device)
-    return torch.stack([torch.where(s > 0, s.sqrt(), torch.ones_like(s)) for s in sums.values()])
+    return torch.stack(list(sums.values()))
 
 
 def rows_within(rows: Rows | None, held: Rows | None) -> Rows | None:

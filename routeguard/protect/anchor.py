@@ -13,6 +13,8 @@ from routeguard.protect.held import Held, held_parameters, trained_adapters
 from routeguard.protect.modes import Anchor
 from routeguard.protect.rows import take_rows
 from routeguard.routes.collection import Routes
+from routeguard.sharding.split import shards_of
+from routeguard.sharding.whole import local_tensor
 
 
 class AnchorPull:
@@ -48,7 +50,9 @@ class AnchorPull:
         for group in self.groups.tagged:
             members = [p for p in group["params"] if p in self._starts]
             torch._foreach_lerp_(
-                [p.data for p in members], [self._starts[p] for p in members], float(group["lr"]) * self.mode.strength
+                [local_tensor(p) for p in members],
+                [self._starts[p] for p in members],
+                float(group["lr"]) * self.mode.strength,
             )
         if self.after is not None:
             self.after()
@@ -72,7 +76,8 @@ def anchor(
     mode = Anchor(strength)
     held = anchored(held_parameters(model, routes))
     groups = split_groups(optimizer, held, tag=Anchor.name, weight_decay=0.0)
-    starts = {h.name: take_rows(h.parameter.detach(), h.rows, h.dim).clone() for h in held if h.trainable}
+    parts = shards_of(held) or held
+    starts = {h.name: take_rows(h.parameter.detach(), h.rows, h.dim).clone() for h in parts if h.trainable}
     return AnchorPull(groups, starts, mode)
 
 

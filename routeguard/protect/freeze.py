@@ -18,6 +18,8 @@ from routeguard.protect.held import Held, held_parameters, trained_adapters
 from routeguard.protect.optimizers import refuse_row_mixing_optimizer
 from routeguard.protect.rows import clear_rows, put_rows, take_rows
 from routeguard.routes.collection import Routes
+from routeguard.sharding.split import shards_of
+from routeguard.sharding.whole import local_tensor
 
 
 @dataclass
@@ -67,13 +69,29 @@ class Frozen:
         """Zero the held rows' gradients from now on; idempotent, and again after `detach`."""
         if not self._gradient_hooks:
             self._gradient_hooks += [
-                held.parameter.register_post_accumulate_grad_hook(_clearing(held)) for held in self.rows
+                held.whole.register_post_accumulate_grad_hook(_clearing(held)) for held in self.rows
             ]
+
+    def follow(self, held: Sequence[Held]) -> None:
+        """Go on with what has come to stand for the parameters: under FSDP2, their shards in this process.
+
+        Args:
+            held: every held parameter, under the names that it had when it was frozen.
+        """
+        by_name = {h.name: h for h in held}
+        for hook in self._gradient_hooks:
+            hook.remove()
+        self._gradient_hooks.clear()
+        self.whole, self.rows, self.before = (
+            [by_name[h.name] for h in old] for old in (self.whole, self.rows, self.before)
+        )
+        self.take_start()
+        self.hold_rows()
 
     def release(self) -> None:
         """Undo the freeze: whole parameters require gradients again, hooks are removed. The values stay."""
         for held in self.whole:
-            held.parameter.requires_grad_(True)
+            held.whole.requires_grad_(True)
         self.detach()
 
     def detach(self) -> None:
@@ -98,7 +116,8 @@ def freeze(model: nn.Module, routes: Routes) -> Frozen:
     changes.
 
     Args:
-        model: the model, before the optimizer is made (a frozen parameter must not be in it).
+        model: the model, before the optimizer is made (a frozen parameter must not be in it). Under FSDP2 or tensor
+            parallelism: after it was split, and before its first forward pass.
         routes: what to hold, from `find_routes(model)`.
 
     Returns:
@@ -108,7 +127,8 @@ def freeze(model: nn.Module, routes: Routes) -> Frozen:
     Raises:
         ValueError: rows inside an adapter that is not at zero (PiSSA, OLoRA, trained before): its A moves the rows.
     """
-    held = [h for h in held_parameters(model, routes) if not h.is_shared_factor]
+    whole = [h for h in held_parameters(model, routes) if not h.is_shared_factor]
+    held: Sequence[Held] = shards_of(whole) or whole
     frozen = Frozen(
         whole=[h for h in held if h.trainable and h.rows is None],
         rows=[h for h in held if h.trainable and h.rows is not None],
@@ -116,7 +136,7 @@ def freeze(model: nn.Module, routes: Routes) -> Frozen:
     )
     frozen.take_start()
     for h in frozen.whole:
-        h.parameter.requires_grad_(False)
+        h.whole.requires_grad_(False)
     frozen.hold_rows()
     return frozen
 
@@ -124,7 +144,7 @@ def freeze(model: nn.Module, routes: Routes) -> Frozen:
 def _clearing(held: Held) -> Callable[[Tensor], None]:
     def clear(parameter: Tensor) -> None:
         if parameter.grad is not None:
-            clear_rows(parameter.grad, held.rows, held.dim)
+            clear_rows(local_tensor(parameter.grad), held.rows, held.dim)
 
     return clear
 

@@ -81,6 +81,21 @@ class RoutingGroups:
             if base_rates is not None:
                 base_rates[pair.tagged] = base_rates[pair.sibling] * pair.ratio
 
+    def follow(self, held: Sequence[Held]) -> None:
+        """Go on with what has come to stand for the held parameters: under FSDP2, their shards in this process.
+
+        Raises RuntimeError if the tagged groups hold anything else.
+        """
+        by_parameter = {id(h.whole): h for h in held}
+        tensors = [p for group in self.tagged for p in group["params"]]
+        unknown = [tuple(p.shape) for p in tensors if id(p) not in by_parameter]
+        if unknown or not tensors:
+            raise RuntimeError(
+                f"the {self.tag!r} groups of the optimizer hold {len(unknown)} of {len(tensors)} tensors that are no "
+                f"routing parameters of the model any more (shapes {unknown[:3]}): the engine has replaced them"
+            )
+        self.members = {p: (by_parameter[id(p)], None) for p in tensors}
+
     def arm(self) -> None:
         """Check before each step, and hand row views their gradients; idempotent, and again after `remove`."""
         if self._hooks:

@@ -16,6 +16,7 @@ from routeguard.protect.rows import take_rows
 from routeguard.routes.collection import Route, Routes, Rows, merge_rows
 from routeguard.routes.in_memory import is_quantised
 from routeguard.routes.names import canonical_name
+from routeguard.sharding.whole import whole_tensor
 
 Part = Literal["base", "lora_A", "lora_B", "magnitude", "adapter"]
 
@@ -53,7 +54,7 @@ class Held:
 
     @property
     def trainable(self) -> bool:
-        return self.parameter.requires_grad
+        return self.whole.requires_grad
 
     @property
     def num_elements(self) -> int:
@@ -64,6 +65,16 @@ class Held:
     @property
     def num_bytes(self) -> int:
         return self.num_elements * self.parameter.element_size()
+
+    @property
+    def whole(self) -> nn.Parameter:
+        """The parameter in the model, of which a shard is only this process' part."""
+        return self.parameter
+
+    @property
+    def share(self) -> float:
+        """What a sum over all processes counts of this process' entries: 1, or less where others have them too."""
+        return 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +147,9 @@ def trained_adapters(held: Sequence[Held]) -> list[str]:
     return [
         h.name
         for h in held
-        if h.part == "lora_B" and not h.parameter.is_meta and bool(take_rows(h.parameter.detach(), h.rows, h.dim).any())
+        if h.part == "lora_B"
+        and not h.parameter.is_meta
+        and bool(take_rows(whole_tensor(h.parameter), h.rows, h.dim).any())
     ]
 
 

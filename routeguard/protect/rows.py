@@ -14,6 +14,8 @@ def take_rows(tensor: Tensor, rows: Rows | None, dim: int = 0) -> Tensor:
     if rows is None:
         return tensor
     pieces = [tensor.narrow(dim, start, stop - start) for start, stop in rows]
+    if not pieces:  # a shard without any of the rows
+        return tensor.narrow(dim, 0, 0)
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from routeguard.protect.rows import take_rows
 from routeguard.restoration.meaning import meaning_of
 from routeguard.routes.collection import Route, Rows
 from routeguard.routes.in_memory import is_quantised
+from routeguard.sharding.processes import from_the_first, is_first_process
+from routeguard.sharding.whole import is_distributed_tensor, local_tensor, whole_tensor
 from routeguard.storage.durable import written_beside
 from routeguard.storage.row_bytes import locate_rows
 
@@ -47,6 +49,7 @@ class Reference:
         origin: where the values come from, for people ("live weights at step 0", a path).
         routes: canonical name to the routes that the parameter carries, as the model had them.
         notes: what was left out or converted, for the report.
+        known_digest: the digest, where another process holds the tensors.
     """
 
     tensors: Mapping[str, Tensor]
@@ -56,10 +59,13 @@ class Reference:
     origin: str
     routes: Mapping[str, tuple[Route, ...]]
     notes: tuple[str, ...] = ()
+    known_digest: str = ""
 
     @cached_property
     def digest(self) -> str:
         """sha256 (hex) over names, rows, dimensions, shapes, dtypes, bytes: the same for the same values anywhere."""
+        if self.known_digest:
+            return self.known_digest
         total = hashlib.sha256()
         for name in sorted(self.tensors):
             tensor = self.tensors[name]
@@ -99,29 +105,29 @@ class Reference:
         return tuple(shape)
 
 
-def capture_reference(model: nn.Module, held: Sequence[Held], *, origin: str = "live weights") -> Reference:
+def capture_reference(
+    model: nn.Module, held: Sequence[Held], *, origin: str = "live weights", gather: bool = False
+) -> Reference:
     """A snapshot of the held rows of a live model, adapters included, on the CPU.
 
     Args:
         model: the model; only its config is read.
         held: from `held_parameters(model, routes)`. Quantised base weights are left out: training cannot move them.
         origin: text for people.
+        gather: also take parameters that are split over processes, one at a time. Every process must then call it; the
+            first one gets the values, the others a reference without tensors and with the same digest. Default: no.
 
     Raises:
-        ValueError: a parameter has no values here (meta device) or is split over processes (FSDP, ZeRO-3).
+        ValueError: a parameter has no values here (meta device), or is split over processes without `gather`.
     """
-    tensors: dict[str, Tensor] = {}
-    kept: dict[tuple[Any, ...], Tensor] = {}
     captured = [piece for piece in held if not is_quantised(piece.parameter)]
-    for piece in captured:
-        refuse_unreadable(piece)
-        parameter = piece.parameter.detach()
-        key = (parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.dtype, piece.rows, piece.dim)
-        if key not in kept:
-            kept[key] = take_rows(parameter, piece.rows, piece.dim).to("cpu", copy=True).contiguous()
-        tensors[piece.canonical] = kept[key]
+    gathers = gather and any(is_distributed_tensor(piece.parameter) for piece in captured)
+    if not gathers:
+        for piece in captured:
+            refuse_unreadable(piece)
+    tensors = _snapshot(captured, keep=not gathers or is_first_process())
     left_out = len(held) - len(captured)
-    return Reference(
+    reference = Reference(
         tensors=tensors,
         rows={piece.canonical: piece.rows for piece in captured},
         dims={piece.canonical: piece.dim for piece in captured},
@@ -130,6 +136,25 @@ def capture_reference(model: nn.Module, held: Sequence[Held], *, origin: str = "
         routes={piece.canonical: piece.routes for piece in captured},
         notes=(f"{left_out} quantised base weights are not kept: training cannot move them",) if left_out else (),
     )
+    if not gathers:
+        return reference
+    return replace(reference, known_digest=from_the_first(reference.digest if tensors else ""))
+
+
+def _snapshot(held: Sequence[Held], *, keep: bool) -> dict[str, Tensor]:
+    """Canonical name to the held rows, on the CPU; nothing if not to `keep` (the gathering still takes part)."""
+    tensors: dict[str, Tensor] = {}
+    kept: dict[tuple[Any, ...], Tensor] = {}
+    for piece in held:
+        parameter = whole_tensor(piece.parameter)
+        if not keep:
+            continue
+        at = local_tensor(piece.parameter).data_ptr()
+        key = (at, parameter.shape, parameter.stride(), parameter.dtype, piece.rows, piece.dim)
+        if key not in kept:
+            kept[key] = take_rows(parameter, piece.rows, piece.dim).to("cpu", copy=True).contiguous()
+        tensors[piece.canonical] = kept[key]
+    return tensors
 
 
 def save_reference(reference: Reference, path: str | os.PathLike[str]) -> None:

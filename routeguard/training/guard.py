@@ -19,7 +19,7 @@ from routeguard.protect.modes import (
 )
 from routeguard.protect.optimizers import inner_optimizer
 from routeguard.routes.collection import ROUTING_ROLES, Role, Routes
-from routeguard.training.engines import refuse_partial_freeze, refuse_unsupported_engine, sharding_engine
+from routeguard.training.engines import refuse_split_rows, refuse_unsupported_engine, sharding_engine
 from routeguard.training.protector import Protector
 from routeguard.training.run_state import RunState, settings, write_state
 from routeguard.training.session import Session
@@ -119,14 +119,13 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
             if others:
                 raise ValueError("this Trainer already has a RouteGuard; give one guard all the settings")
             refuse_unsupported_engine(trainer, self.protect, self.restore)
+            refuse_split_rows(trainer, self.protect, self._protector.find(model))
             self._own_optimizer = trainer.optimizer is not None
             if self._own_optimizer:
                 self._refuse_scheduled_optimizer(trainer)
         self._protector.hold(model)
         if trainer is None and not isinstance(self.protect, Freeze):
             raise ValueError(HINT)
-        if trainer is not None and self._protector.frozen is not None:
-            refuse_partial_freeze(trainer, self._protector.frozen)
         self._trainer = trainer
         if trainer is not None:
             run_first(trainer, self)
@@ -205,7 +204,7 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         if frozen is not None:
             self._protector.refuse_unfrozen()
             frozen.hold_rows()
-            if sharding_engine(trainer) is not None:
+            if sharding_engine(trainer) in ("DeepSpeed", "FSDP1"):
                 print(
                     f"routeguard: {len(frozen.whole)} routing tensors frozen; drift is not logged here",
                     flush=True,

@@ -40,12 +40,19 @@ class Protector:
         self.groups: RoutingGroups | None = None
         self._pulled: set[str] = set()
 
+    def find(self, model: nn.Module) -> list[Held]:
+        """Everything through which training could move the routes of a model; changes nothing."""
+        return held_parameters(model, self._routes_of(model))
+
+    def _routes_of(self, model: nn.Module) -> Routes:
+        return find_routes(model, layers=self.layers, roles=self.roles, norms=self.norms)
+
     def hold(self, model: nn.Module) -> None:
         """Find a model's routes, and freeze them if that is the mode.
 
         Raises ValueError when there is nothing to hold, or nothing that the mode could act on.
         """
-        routes = find_routes(model, layers=self.layers, roles=self.roles, norms=self.norms)
+        routes = self._routes_of(model)
         if not routes:
             raise ValueError(
                 f"no routing rows to hold in {routes.model_type!r} with roles {self.roles}: "
@@ -86,7 +93,7 @@ class Protector:
         if self.frozen is None:
             return
         for held in (*self.frozen.whole, *self.frozen.before):
-            if held.parameter.requires_grad:
+            if held.trainable:
                 raise ValueError(f"{held.name} was frozen and is trainable again: something unfroze it before train()")
 
     def release(self) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from routeguard.protect.anchor import AnchorPull
 from routeguard.protect.groups import RoutingGroups
+from routeguard.sharding.whole import local_tensor
 
 _SAMPLE = 65_536  # entries looked at
 _STEPS = 50  # steps looked at between two reports
@@ -79,7 +80,7 @@ class ResolutionWatch:
 
     def _sampled(self) -> Tensor:
         assert self._parameter is not None
-        sample: Tensor = self._parameter.detach().flatten()[:_SAMPLE]
+        sample: Tensor = local_tensor(self._parameter).flatten()[:_SAMPLE]
         return sample
 
     def _has_gradient(self) -> Tensor | None:
@@ -87,7 +88,7 @@ class ResolutionWatch:
         gradient = self._parameter.grad
         if gradient is None:
             return None
-        has_gradient: Tensor = gradient.flatten()[:_SAMPLE] != 0
+        has_gradient: Tensor = local_tensor(gradient).flatten()[:_SAMPLE] != 0
         return has_gradient
 
     @torch.no_grad()

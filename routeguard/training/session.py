@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +18,19 @@ from routeguard.protect.freeze import Frozen
 from routeguard.protect.groups import RoutingGroups
 from routeguard.protect.held import Held, held_parameters
 from routeguard.protect.modes import Anchor, Freeze, Restoration
-from routeguard.protect.rows import take_rows
 from routeguard.restoration.in_memory import restore
-from routeguard.restoration.reference import Reference, save_reference
+from routeguard.restoration.reference import save_reference
+from routeguard.restoration.report import RestoreReport
+from routeguard.restoration.sharded import restore_shards
+from routeguard.sharding.processes import sum_over_processes
+from routeguard.sharding.shard import Shard
+from routeguard.sharding.split import shards_of
 from routeguard.storage.durable import write_json
 from routeguard.training.log_metrics import LogWrapper
 from routeguard.training.resolution import ResolutionWatch
 from routeguard.training.run_state import DRIFT_FILE, FOLDER, REFERENCE_FILE, write_state
 from routeguard.training.start import Start, find_start
+from routeguard.training.start_values import refuse_nan, start_values
 from routeguard.training.stillness import Stillness
 from routeguard.training.summary import summarise
 
@@ -67,12 +73,14 @@ class Session:
         self._step = self._written_step = resumed_step
         self._last_metrics: dict[str, float] = {}
         resumed = resumed_from is not None or resumed_step > 0
-        held = held_parameters(model, guard.routes)
-        _refuse_nan(held)
+        whole = held_parameters(model, guard.routes)
+        self.shards = shards_of(whole)
+        held: Sequence[Held] = self.shards or whole
+        refuse_nan(held)
         start = find_start(
             guard.reference,
             model,
-            held,
+            whole,
             guard.run_state(),
             guard.protect,
             output_dir=Path(output_dir),
@@ -81,14 +89,15 @@ class Session:
             kept=kept,
             insist=guard.insist,
         )
-        self.start = start
         self.state = guard.run_state(start.digest, start.origin, start.stage)
-        starts = {} if start.reference is None else _on_device(held, start.reference, fresh=not resumed)
+        self.starts = start_values(held, start.reference, fresh=not resumed, earlier=start.shards)
+        self.start = start if self.shards is None else replace(start, shards=self.starts)
         try:
-            self._start_protection(optimizer, scheduler, starts)
+            self._start_protection(optimizer, scheduler, self.starts)
             self.still = Stillness(frozen) if frozen is not None else None
             if not isinstance(guard.protect, Freeze):
-                self.meter = DriftMeter(model, guard.routes, held, starts)
+                total = None if self.shards is None else sum_over_processes
+                self.meter = DriftMeter(model, guard.routes, held, self.starts, total=total)
             self.summary = self._summary(held, optimizer)
             if is_main:
                 self._write_start(resumed_step)
@@ -133,14 +142,17 @@ class Session:
         if method is None:
             return
         assert self.start.reference is not None
-        report = restore(
-            model,
-            self.start.reference,
-            method=method,
-            roles=self.guard.roles,
-            layers=self.guard.layers,
-            norms=self.guard.norms,
-        )
+        if self.shards is not None:
+            report = self._restore_shards(self.shards, method)
+        else:
+            report = restore(
+                model,
+                self.start.reference,
+                method=method,
+                roles=self.guard.roles,
+                layers=self.guard.layers,
+                norms=self.guard.norms,
+            )
         if self.is_main:
             write_json(self.folder / "restore.json", report.to_dict())
             print(report, flush=True)
@@ -156,13 +168,23 @@ class Session:
         if self.frozen is not None:
             self.frozen.detach_optimizers()
 
+    def _restore_shards(self, shards: Sequence[Shard], method: Restoration) -> RestoreReport:
+        assert self.guard.routes is not None and self.meter is not None
+        self.meter.measure(self._step)
+        drift = self.meter.read()[-1].factors
+        return restore_shards(shards, self.starts, self.guard.routes, method, drift, self.start.origin)
+
     # -- building --------------------------------------------------------------------------------------------------
 
     def _start_protection(self, optimizer: torch.optim.Optimizer, scheduler: Any, starts: dict[str, Tensor]) -> None:
         if self.frozen is not None:
+            if self.shards is not None:
+                self.frozen.follow(self.shards)
             self.frozen.take_start()  # the weights of a resumed checkpoint came after the freeze
             self.frozen.attach(optimizer)
         if self.groups is not None:
+            if self.shards is not None:
+                self.groups.follow(self.shards)
             self.groups.reassert(scheduler)
             self.groups.arm()
             self.groups.check()
@@ -222,31 +244,6 @@ def flat_metrics(sample: DriftSample) -> dict[str, float]:
 
 def _cells(guard: RouteGuard) -> list[tuple[int, str]]:
     return list(dict.fromkeys((route.layer, route.role) for route in guard.routes or ()))
-
-
-def _on_device(held: Sequence[Held], reference: Reference, *, fresh: bool) -> dict[str, Tensor]:
-    """The start of everything that can move, on its device.
-
-    A base checkpoint knows nothing of a fresh adapter: its start is what it is now.
-    """
-    starts = {}
-    for h in held:
-        if not h.trainable:
-            continue
-        if h.canonical not in reference.tensors and h.part != "base" and fresh:
-            values = take_rows(h.parameter.detach(), h.rows, h.dim)
-        else:
-            values = reference.values(h.canonical, h.rows, h.dim)
-        starts[h.name] = values.to(h.parameter.device, h.parameter.dtype, copy=True)
-    return starts
-
-
-def _refuse_nan(held: Sequence[Held]) -> None:
-    for h in held:
-        if h.parameter.dtype.is_floating_point and not bool(torch.isfinite(h.parameter.detach()).all()):
-            raise ValueError(
-                f"{h.name} has NaN or infinite entries before the first step: there is no sound start to protect"
-            )
 
 
 def _keep_other(path: Path) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from routeguard.checkpoint.sidecar import read_facts
 from routeguard.protect.held import Held, adapter_of, starts_at_zero, trained_adapters
@@ -17,6 +17,7 @@ from routeguard.protect.rows import take_rows
 from routeguard.restoration.lookup import open_reference
 from routeguard.restoration.reference import Reference, capture_reference, load_reference
 from routeguard.routes.names import canonical_name
+from routeguard.sharding.whole import whole_tensor
 from routeguard.training.run_state import FOLDER, REFERENCE_FILE, RunState, read_state
 
 
@@ -24,13 +25,15 @@ from routeguard.training.run_state import FOLDER, REFERENCE_FILE, RunState, read
 class Start:
     """The protected start and which guarded stage of these weights the run is.
 
-    `reference` holds the values; None for `Freeze`, which needs no copy of whole tensors.
+    `reference` holds the values; None for `Freeze`, which needs no copy of whole tensors. Where an engine splits the
+    parameters, only the first process keeps its tensors, and `shards` has this process' part of each.
     """
 
     digest: str
     origin: str
     stage: int
     reference: Reference | None
+    shards: Mapping[str, Tensor] | None = None
 
 
 def find_start(
@@ -70,7 +73,9 @@ def find_start(
         return _named(by_name, model, held, protect, state, stage, insist)
     if state is not None and not (wanted == "start" and insist):
         return _kept_by_run(model, held, protect, state, _folders(output_dir, resumed_from), insist)
-    live = _start_of(capture_reference(model, held, origin="live weights at the start of training"), protect, stage)
+    live = _start_of(
+        capture_reference(model, held, origin="live weights at the start of training", gather=True), protect, stage
+    )
     if resumed or (wanted is not None and kept is None):
         return live
     if kept is not None:
@@ -121,7 +126,9 @@ def _differing(reference: Reference, model: nn.Module, held: Sequence[Held]) -> 
         name
         for name, start in reference.tensors.items()
         if live[name].dtype.is_floating_point
-        and not torch.equal(take_rows(live[name].detach(), reference.rows[name], reference.dims[name]).cpu(), start)
+        and not torch.equal(
+            take_rows(whole_tensor(live[name]), reference.rows[name], reference.dims[name]).cpu(), start
+        )
     ]
     return moved + trained_adapters([h for h in held if h.canonical not in reference.tensors])
 
@@ -131,7 +138,7 @@ def _kept_by_run(
 ) -> Start:
     """The start that a resumed run has protected so far."""
     if isinstance(protect, Freeze):
-        live = capture_reference(model, held, origin=state.reference_origin)
+        live = capture_reference(model, held, origin=state.reference_origin, gather=True)
         if live.digest != state.reference_digest and not insist:
             raise ValueError(
                 "the checkpoint's queries and keys are not the start that the run protected "

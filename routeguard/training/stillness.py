@@ -35,7 +35,7 @@ class Stillness:
     def check(self) -> None:
         """Raise RuntimeError, naming the tensor, if a frozen one changed or became trainable. Waits for the device."""
         for held in self._still:
-            if held.parameter.requires_grad:
+            if held.trainable:
                 raise RuntimeError(
                     f"{held.name} was frozen and is trainable again: something unfroze it during training"
                 )

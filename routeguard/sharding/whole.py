@@ -1,0 +1,29 @@
+"""Reading a parameter that an engine may have split over processes: the local part, or all of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_distributed_tensor(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor, as under FSDP2 and tensor parallelism."""
+    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+@torch.no_grad()
+def local_tensor(tensor: Tensor) -> Tensor:
+    """A DTensor's local part, in its memory; any other tensor itself. No gradient flows through it."""
+    if is_distributed_tensor(tensor):
+        tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return tensor.detach()
+
+
+@torch.no_grad()
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """All of a DTensor, gathered from every process, each of which must call it; any other tensor itself."""
+    if is_distributed_tensor(tensor):
+        tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+    return tensor.detach()

@@ -1,0 +1,56 @@
+"""One of two gloo processes: runs every case of an engine and leaves the results in a folder.
+
+    python -m torch.distributed.run --nproc_per_node 2 -m tests.engine_worker ENGINE FOLDER
+
+Started by tests/test_engines_*.py. Every process writes its own results, so that a test also sees whether they agree.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.engines import CASES, RESUMED, SAVING, settings, state, train_case
+from tests.sharded_loops import LOOPS, loop
+
+
+def let_accelerate_shard_on_cpus() -> None:
+    """accelerate takes its FSDP path on accelerators only; say that these gloo processes are some."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    original = PartialState.__init__
+
+    def patched(self: Any, *arguments: Any, **options: Any) -> None:
+        original(self, *arguments, **options)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_GPU
+
+    PartialState.__init__ = patched  # type: ignore[method-assign]
+
+
+def main(engine: str, folder: Path) -> None:
+    rank = int(os.environ["RANK"])
+    if engine == "fsdp2":
+        let_accelerate_shard_on_cpus()
+        torch.distributed.init_process_group("gloo")
+        for name, how in LOOPS.items():
+            torch.save(loop(*how), folder / f"{name}.{rank}.pt")
+    for name, case in CASES[engine].items():
+        trainer = train_case(case, folder / name, batch_size=2, **settings(engine, case[0]))
+        torch.save(state(trainer), folder / f"{name}.{rank}.pt")
+    for mode in RESUMED:
+        case = CASES[engine][f"whole tensors, {mode}"]
+        options = {"batch_size": 2, **SAVING, **settings(engine, case[0])}
+        output = folder / f"resumed {mode}"
+        torch.save(state(train_case(case, output, **options)), folder / f"straight {mode}.{rank}.pt")
+        trainer = train_case(case, output, resume=str(output / "checkpoint-2"), **options)
+        torch.save(state(trainer), folder / f"resumed {mode}.{rank}.pt")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

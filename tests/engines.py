@@ -1,0 +1,139 @@
+"""Guarded runs on several engines, and what their tests compare: two gloo processes against one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from routeguard import Anchor, LowLR, QKRestore, RouteGuard, Track, find_routes
+from routeguard.sharding.whole import whole_tensor
+from tests.loops import tiny
+from tests.trainers import run
+
+GUARDS: dict[str, Callable[[], RouteGuard | None]] = {
+    "unguarded": lambda: None,
+    "freeze": RouteGuard,
+    "low_lr": lambda: RouteGuard(LowLR(0.1)),
+    "anchor": lambda: RouteGuard(Anchor(30.0)),
+    "restored": lambda: RouteGuard(Track(), QKRestore()),
+}
+HELD = ("freeze", "restored")  # modes after which the held rows equal their start
+RESUMED = ("freeze", "low_lr", "anchor", "restored")
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+
+# model, mode, and what differs from the plain settings
+Case = tuple[str, str, dict[str, Any]]
+CASES: dict[str, dict[str, Case]] = {
+    "ddp": {
+        **{f"whole tensors, {mode}": ("lfm2", mode, {}) for mode in GUARDS},
+        **{f"rows, {mode}": ("qwen3_5_text", mode, {}) for mode in GUARDS},
+        **{f"checkpointing, {mode}": ("lfm2", mode, {"gradient_checkpointing": True}) for mode in GUARDS},
+    },
+    "fsdp2": {
+        **{f"whole tensors, {mode}": ("lfm2", mode, {}) for mode in GUARDS},
+        **{f"rows, {mode}": ("qwen3_5_text", mode, {}) for mode in ("unguarded", *HELD)},
+        **{f"fused, {mode}": ("phi3", mode, {}) for mode in ("unguarded", *HELD)},
+        **{f"columns, {mode}": ("gpt2", mode, {}) for mode in ("unguarded", *HELD)},
+        **{f"bf16 mixed, {mode}": ("lfm2", mode, {"bf16": True}) for mode in GUARDS},
+    },
+}
+
+
+def settings(engine: str, case: str) -> dict[str, Any]:
+    """What the Trainer is told to run on an engine."""
+    if engine == "fsdp2":
+        layers = sorted({type(layer).__name__ for layer in decoder_layers(tiny(case))})
+        config = {
+            "fsdp_version": 2,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "transformer_layer_cls_to_wrap": layers,
+            "state_dict_type": "SHARDED_STATE_DICT",
+            "cpu_ram_efficient_loading": False,
+        }
+        return {"fsdp": True, "fsdp_config": config}
+    return {}
+
+
+def decoder_layers(model: Any) -> list[Any]:
+    return next(list(m) for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+
+
+def train_case(case: Case, folder: Path, *, batch_size: int, resume: str | None = None, **changes: Any) -> Any:
+    """Run a case; the batches of one process are those of two, side by side."""
+    name, mode, specials = case
+    guard = GUARDS[mode]()
+    callbacks = [] if guard is None else [guard]
+    # AdamW divides by the size of the gradient: with its usual epsilon, entries whose gradient is almost zero turn
+    # the rounding of another order of summation into a whole step.
+    options = {
+        "train_sampling_strategy": "sequential",
+        "adam_epsilon": 1e-3,
+        "per_device_train_batch_size": batch_size,
+        **specials,
+        **changes,
+    }
+    if options.get("gradient_checkpointing"):
+        options["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    model = tiny(name)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):  # each process draws its own
+            module.p = 0.0
+    return run(model, folder, *callbacks, resume=resume, **options)
+
+
+def state(trainer: Any) -> dict[str, Any]:
+    """Whole parameters and the log; every process must call it."""
+    return {
+        "parameters": {name: whole_tensor(value).clone() for name, value in trainer.model.named_parameters()},
+        "log": trainer.state.log_history,
+    }
+
+
+def launch(engine: str, folder: Path) -> None:
+    """Run every case of an engine in one pair of processes: importing alone takes seconds."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, "-m", "tests.engine_worker", engine, str(folder)],
+        capture_output=True, text=True, check=False, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+def loaded(folder: Path, name: str, rank: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(folder / f"{name}.{rank}.pt", weights_only=False)
+    return found
+
+
+def held_masks(case: str) -> dict[str, torch.Tensor]:
+    """Which entries of each routed parameter are held."""
+    model = tiny(case)
+    parameters = dict(model.named_parameters())
+    masks: dict[str, torch.Tensor] = {}
+    for route in find_routes(model):
+        mask = masks.setdefault(route.parameter, torch.zeros(parameters[route.parameter].shape, dtype=torch.bool))
+        for start, stop in route.rows or ((0, route.shape[route.dim]),):
+            mask[(slice(None),) * route.dim + (slice(start, stop),)] = True
+    return masks
+
+
+def assert_as_one_process(case: Case, two: dict[str, Any], one: dict[str, Any], *, rtol: float, atol: float) -> None:
+    """Moving parameters agree with a single process, held rows equal their start bit for bit, and much has moved."""
+    name, mode, _ = case
+    start = dict(tiny(name).named_parameters())
+    moved = 0
+    for parameter, value in one["parameters"].items():
+        torch.testing.assert_close(two["parameters"][parameter], value, rtol=rtol, atol=atol)
+        moved += not torch.equal(value, start[parameter])
+    assert moved > len(start) / 2
+    for parameter, mask in held_masks(name).items():
+        held = torch.equal(two["parameters"][parameter][mask], start[parameter][mask])
+        assert held is (mode in HELD), parameter
+        if not mask.all():
+            assert not torch.equal(two["parameters"][parameter][~mask], start[parameter][~mask])

@@ -1,0 +1,85 @@
+"""What an engine cannot carry is refused before training, with what to do instead."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from peft import LoraConfig, get_peft_model
+
+from routeguard import Anchor, Freeze, LowLR, QKPro, QKRestore, Track
+from routeguard.protect.held import held_parameters
+from routeguard.routes.find import find_routes
+from routeguard.training.engines import refuse_split_rows, refuse_unsupported_engine, sharding_engine
+from tests.loops import tiny
+
+
+def trainer(engine: str | None, *, use_orig_params: bool = True) -> Any:
+    """What the checks look at of a Trainer on an engine."""
+    version = 1 if engine == "FSDP1" else 2
+    plugin = SimpleNamespace(fsdp_version=version, use_orig_params=use_orig_params)
+    return SimpleNamespace(
+        is_deepspeed_enabled=engine == "DeepSpeed",
+        is_fsdp_enabled=engine in ("FSDP1", "FSDP2"),
+        accelerator=SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)),
+    )
+
+
+@pytest.mark.parametrize("engine", [None, "FSDP1", "FSDP2", "DeepSpeed"])
+def test_the_engine_is_named(engine: str | None) -> None:
+    assert sharding_engine(trainer(engine)) == engine
+
+
+@pytest.mark.parametrize(
+    ("engine", "protect", "restore", "match"),
+    [
+        ("FSDP1", LowLR(0.1), None, "flattened"),
+        ("FSDP1", Anchor(1.0), None, "fsdp_version: 2"),
+        ("FSDP1", Track(), QKRestore(), "with restore"),
+        ("DeepSpeed", Track(), None, "DeepSpeed"),
+        ("FSDP2", Track(), QKPro(), "whole matrices"),
+    ],
+)
+def test_modes_that_an_engine_cannot_carry(engine: str, protect: Any, restore: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        refuse_unsupported_engine(trainer(engine), protect, restore)
+    refuse_unsupported_engine(trainer(None), protect, restore)
+
+
+def test_fsdp1_needs_the_original_parameters() -> None:
+    with pytest.raises(ValueError, match="use_orig_params"):
+        refuse_unsupported_engine(trainer("FSDP1", use_orig_params=False), Freeze(), None)
+    refuse_unsupported_engine(trainer("FSDP1"), Freeze(), None)
+
+
+@pytest.mark.parametrize(
+    ("engine", "protect", "refused"),
+    [
+        ("FSDP2", Freeze(), False),
+        ("FSDP2", Track(), False),
+        ("FSDP2", LowLR(0.1), True),
+        ("FSDP2", Anchor(1.0), True),
+        ("FSDP1", Freeze(), True),
+        ("DeepSpeed", Freeze(), True),
+        (None, LowLR(0.1), False),
+    ],
+)
+def test_rows_beside_others(engine: str | None, protect: Any, refused: bool) -> None:
+    for case, has_rows in (("qwen3_5_text", True), ("lfm2", False)):
+        model = tiny(case)
+        held = held_parameters(model, find_routes(model))
+        if refused and has_rows:
+            with pytest.raises(ValueError, match="routing rows beside others"):
+                refuse_split_rows(trainer(engine), protect, held)
+        else:
+            refuse_split_rows(trainer(engine), protect, held)
+
+
+def test_drift_of_adapters_inside_shards() -> None:
+    model = get_peft_model(tiny("lfm2"), LoraConfig(r=2, target_modules=["q_proj"]))
+    held = held_parameters(model, find_routes(model))
+    with pytest.raises(ValueError, match="is an adapter"):
+        refuse_split_rows(trainer("FSDP2"), Track(), held)
+    refuse_split_rows(trainer("FSDP2"), Freeze(), held)
+    refuse_split_rows(trainer(None), Track(), held)
