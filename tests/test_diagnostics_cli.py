@@ -59,7 +59,7 @@ def test_distance_before_after_restored(text: Path, tuned: Path) -> None:
         ([str(WEIGHTS), "--text", "/nowhere.txt"], "is not a file"),
         ([str(WEIGHTS), "--tokens", "9999999"], "Ask for less, or give more text"),
         ([str(WEIGHTS), "--layers", "x"], "is not a list of layer indices"),
-        ([str(WEIGHTS), "--queries", "3"], "8 or more"),
+        ([str(WEIGHTS), "--queries", "3"], "3 is not in the range"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:

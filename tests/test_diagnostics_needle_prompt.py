@@ -130,7 +130,7 @@ def test_command_line(tmp_path: Path) -> None:
     parsed = json.loads(runner.invoke(app, [*head, *asked, "--json"]).stdout)
     assert parsed["received"]["needle"][""] == pytest.approx(after, rel=1e-4)
     for wrong, message in (
-        (["--depth", "0.3"], "--depth given without --task"),
+        (["--depth", "0.3"], "belong to --task, which is not given"),
         ([*asked, "--tokens", "64"], "give one or the other"),
         (["--task", "demo_needles", "--length", "1k,2k"], "give one length"),
         (["--task", "demo_needles", "--length", "x"], "--length 'x' is not"),

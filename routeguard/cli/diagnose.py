@@ -16,8 +16,11 @@ from routeguard.cli.shared import (
     json_option,
     layers_option,
     load_model,
+    load_tokenizer,
     parse_layers,
     parse_lengths,
+    read_file,
+    refuse_no_place,
 )
 
 before_option = click.option("--before", type=FolderOrFile, help="The starting checkpoint, to compare with.")
@@ -34,9 +37,9 @@ def diagnose() -> None:
 @click.argument("model", type=FolderOrFile)
 @before_option
 @text_option
-@click.option("--tokens", default=2048, help="Length of a sequence in tokens.")
-@click.option("--sequences", default=1, help="How many sequences.")
-@click.option("--queries", default=64, help="Queries computed in each sequence.")
+@click.option("--tokens", type=click.IntRange(min=2), default=2048, help="Length of a sequence in tokens.")
+@click.option("--sequences", type=click.IntRange(min=1), default=1, help="How many sequences.")
+@click.option("--queries", type=click.IntRange(min=8), default=64, help="Queries computed in each sequence.")
 @layers_option
 @insist_option
 @plot_option
@@ -60,13 +63,12 @@ def distance(
     """
     from routeguard.diagnostics.distance import attention_distance
     from routeguard.diagnostics.distance_change import distance_change
-    from routeguard.diagnostics.plots import check_plot
     from routeguard.restoration.in_memory import restored
 
-    check_plot(plot)
+    _check_plot(plot)
+    options: dict[str, Any] = {"layers": parse_layers(layers), "num_queries": queries, "insist": insist}
     loaded, tokenizer = load_model(model)
     rows = _rows(tokenizer, text, tokens, sequences)
-    options: dict[str, Any] = {"layers": parse_layers(layers), "num_queries": queries, "insist": insist}
     if before is None:
         result: Any = attention_distance(loaded, rows, **options)
     else:
@@ -89,7 +91,9 @@ def distance(
 @click.option("--depth", type=float, help="Where its needle stands, 0 to 1. Default: 0.5.")
 @click.option("--seed", type=int, help="Which sample. Default: 0.")
 @text_option
-@click.option("--tokens", type=int, help="Without a task: length of the text in tokens. Default: 2048.")
+@click.option(
+    "--tokens", type=click.IntRange(min=2), help="Without a task: length of the text in tokens. Default: 2048."
+)
 @insist_option
 @plot_option
 @json_option
@@ -115,12 +119,12 @@ def picture(
     where the answer begins, and the share of attention that the answer's place gives to the needle is printed.
     """
     from routeguard.diagnostics.needle_prompt import needle_prompt
-    from routeguard.diagnostics.plots import check_plot
     from routeguard.diagnostics.routing_picture import attention_map, routing_picture
     from routeguard.restoration.in_memory import restored
 
-    check_plot(plot)
-    _refuse_unused({"--length": length, "--depth": depth, "--seed": seed}, unless=task, needs="--task")
+    _check_plot(plot)
+    if task is None and (length, depth, seed) != (None, None, None):
+        raise ValueError("--length, --depth and --seed belong to --task, which is not given")
     if task is not None and (text, tokens) != (None, None):
         raise ValueError("--text and --tokens choose a text, --task makes its own; give one or the other")
     sizes = parse_lengths(length or "2k", "--length")
@@ -172,19 +176,18 @@ def importance(
     MODEL is a checkpoint folder with its tokenizer.
     """
     from routeguard.diagnostics.importance import head_importance, layer_importance
-    from routeguard.diagnostics.plots import check_plot
     from routeguard.recall.measure import measure_recall
 
-    check_plot(plot)
+    _check_plot(plot)
+    names, wanted, chosen = [name.strip() for name in tasks.split(",")], parse_lengths(lengths), parse_layers(layers)
     loaded, tokenizer = load_model(model)
-    names, wanted = [name.strip() for name in tasks.split(",")], parse_lengths(lengths)
 
     def score(candidate: Any) -> dict[str, float]:
         result = measure_recall(candidate, tokenizer, tasks=names, lengths=wanted, num_samples=samples, insist=insist)
         return {name: result.accuracy(task=name) for name in result.tasks}
 
     rank = head_importance if heads else layer_importance
-    _show(rank(loaded, score, layers=parse_layers(layers)), as_json=as_json, plot=plot)
+    _show(rank(loaded, score, layers=chosen), as_json=as_json, plot=plot)
 
 
 @diagnose.command()
@@ -198,9 +201,8 @@ def drift(run: Path, plot: Path | None, as_json: bool) -> None:
     RUN is a guard's drift.jsonl, or a folder of a run that holds one.
     """
     from routeguard.diagnostics.drift_report import drift_report
-    from routeguard.diagnostics.plots import check_plot
 
-    check_plot(plot)
+    _check_plot(plot)
     _show(drift_report(run), as_json=as_json, plot=plot)
 
 
@@ -209,9 +211,9 @@ def drift(run: Path, plot: Path | None, as_json: bool) -> None:
 @click.option("--tokenizer", type=FolderOrFile, help="Folder with a tokenizer.")
 @click.option("--model", type=FolderOrFile, help="The model to train: also measure its gradient.")
 @click.option("--column", help="Which field of a sample. Default: found out.")
-@click.option("--max-lag", default=512, help="Largest distance of the autocorrelation.")
-@click.option("--tokens", default=1024, help="Length of a sequence in tokens.")
-@click.option("--sequences", default=8, help="How many sequences.")
+@click.option("--max-lag", type=click.IntRange(min=1), default=512, help="Largest distance of the autocorrelation.")
+@click.option("--tokens", type=click.IntRange(min=2), default=1024, help="Length of a sequence in tokens.")
+@click.option("--sequences", type=click.IntRange(min=1), default=8, help="How many sequences.")
 @click.option("--lengths", help="Distances to report, for example 512,4k,32k.")
 @click.option("--threshold", default=0.01, help="Share below which nothing is reinforced.")
 @insist_option
@@ -238,27 +240,23 @@ def locality(
     """
     from routeguard.diagnostics.locality import LENGTHS
     from routeguard.diagnostics.locality import locality as measure
-    from routeguard.diagnostics.plots import check_plot
     from routeguard.diagnostics.sample_layouts import sample_labels, sample_tokens
     from routeguard.diagnostics.texts import read_samples
 
-    check_plot(plot)
+    _check_plot(plot)
     if tokenizer is None and model is None:
         raise ValueError("give --tokenizer FOLDER or --model FOLDER: the data must become tokens")
-    if tokenizer is not None and not tokenizer.is_dir():
-        raise ValueError(f"{tokenizer} is not a folder; give a folder with a tokenizer")
+    wanted = LENGTHS if lengths is None else parse_lengths(lengths)
     loaded, found = load_model(model) if model is not None else (None, None)
-    if tokenizer is not None or found is None:
-        from transformers import AutoTokenizer
-
-        found = AutoTokenizer.from_pretrained(tokenizer)
+    if tokenizer is not None:
+        found = load_tokenizer(tokenizer)
     samples = read_samples(data)
     documents = sample_tokens(found, samples, column=column)
     report = measure(
         documents,
         model=loaded,
         labels=None if column else sample_labels(found, samples, documents),
-        lengths=LENGTHS if lengths is None else parse_lengths(lengths),
+        lengths=wanted,
         threshold=threshold,
         max_lag=max_lag,
         sequence_tokens=tokens,
@@ -268,18 +266,19 @@ def locality(
     _show(report, as_json=as_json, plot=plot)
 
 
-def _refuse_unused(options: dict[str, Any], *, unless: Any, needs: str) -> None:
-    given = [name for name, value in options.items() if value is not None]
-    if given and unless is None:
-        raise ValueError(f"{', '.join(given)} given without {needs}, which they belong to")
+def _check_plot(path: Path | None) -> None:
+    """Raise ValueError, before anything is measured, where the picture could not be written."""
+    from routeguard.diagnostics.plots import check_plot
+
+    check_plot(path)
+    if path is not None:
+        refuse_no_place(path, "--plot")
 
 
 def _rows(tokenizer: Any, text: Path | None, tokens: int, sequences: int) -> Any:
-    from routeguard.diagnostics.texts import builtin_prose, read_text, token_rows
+    from routeguard.diagnostics.texts import builtin_prose, token_rows
 
-    if text is not None and not text.is_file():
-        raise ValueError(f"{text} is not a file")
-    content = builtin_prose() if text is None else read_text(text)
+    content = builtin_prose() if text is None else read_file(text, "--text")
     return token_rows(tokenizer, content, num_tokens=tokens, num_sequences=sequences)
 
 

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from routeguard.cli.shared import FolderOrFile, clear_errors, insist_option, json_option, load_model, parse_lengths
+from routeguard.cli.shared import (
+    FolderOrFile,
+    clear_errors,
+    insist_option,
+    json_option,
+    load_model,
+    parse_lengths,
+    read_file,
+    refuse_no_place,
+)
 
 if TYPE_CHECKING:
     from routeguard.recall.result import RecallResult
@@ -21,13 +31,18 @@ if TYPE_CHECKING:
 )
 @click.option("--lengths", default="4k", help="Context lengths in tokens, for example 4k,8k,32k.")
 @click.option("--samples", type=click.IntRange(min=1), default=20, help="Samples for each task and length.")
-@click.option("--method", default="forced", help="forced (one forward pass) or generated.")
+@click.option(
+    "--method",
+    type=click.Choice(["forced", "generated"]),
+    default="forced",
+    help="One forward pass, or greedy decoding.",
+)
 @click.option("--chat", is_flag=True, help="Use the tokenizer's chat template.")
 @click.option("--haystack", type=FolderOrFile, help="Text file to hide needles in. Default: built-in prose.")
 @click.option("--seed", default=0, help="The same seed gives the same samples.")
-@click.option("--reserve", type=int, help="Tokens kept for the answer; RULER's: 128.")
+@click.option("--reserve", type=click.IntRange(min=1), help="Tokens kept for the answer; RULER's: 128.")
 @click.option("--batch-tokens", type=click.IntRange(min=1), default=16384, help="Most tokens in one forward pass.")
-@click.option("--prefill", type=int, help="Read prompts in pieces of this many tokens.")
+@click.option("--prefill", type=click.IntRange(min=1), help="Read prompts in pieces of this many tokens.")
 @click.option("--device", help="Default: cuda if there is one.")
 @insist_option
 @click.option("--output", type=FolderOrFile, help="Folder for recall.json and recall.png; resumable.")
@@ -57,7 +72,9 @@ def recall(
     from routeguard.recall.measure import measure_recall
 
     wanted, names = parse_lengths(lengths), [name.strip() for name in tasks.split(",")]
-    text = None if haystack is None else _read_text(haystack)
+    text = None if haystack is None else read_file(haystack, "--haystack")
+    if output is not None:
+        refuse_no_place(output / "recall.json", "--output")
     loaded, tokenizer = load_model(model, device)
     result = measure_recall(
         loaded,
@@ -84,8 +101,15 @@ def recall(
 @click.command()
 @click.argument("before", type=FolderOrFile)
 @click.argument("after", type=FolderOrFile)
-@click.option("--max-drop", default=10.0, help="Points of recall, 0 to 100.")
-@click.option("--confidence", default=95.0, help="Per cent, one-sided.")
+@click.option(
+    "--max-drop", type=click.FloatRange(0, 100, min_open=True), default=10.0, help="Points of recall, above 0 to 100."
+)
+@click.option(
+    "--confidence",
+    type=click.FloatRange(50, 100, min_open=True, max_open=True),
+    default=95.0,
+    help="Per cent, one-sided, between 50 and 100.",
+)
 @click.option("--each-task", is_flag=True, help="Judge each task at each length, too.")
 @click.option("--reasoning-before", type=float, help="A reasoning score of yours, to show beside.")
 @click.option("--reasoning-after", type=float, help="The same score after the training.")
@@ -110,6 +134,8 @@ def gate(
 
     if (reasoning_before is None) != (reasoning_after is None):
         raise ValueError("give --reasoning-before and --reasoning-after together")
+    if not all(score is None or math.isfinite(score) for score in (reasoning_before, reasoning_after)):
+        raise ValueError("--reasoning-before and --reasoning-after are scores, such as 0.62")
     report = compare(
         RecallResult.load(before),
         RecallResult.load(after),
@@ -121,12 +147,6 @@ def gate(
     click.echo(json.dumps(report.to_dict(), indent=1) if as_json else str(report))
     if not report.ok:
         raise click.exceptions.Exit(1)
-
-
-def _read_text(path: Path) -> str:
-    if not path.is_file():
-        raise ValueError(f"--haystack {path} is not a file")
-    return path.read_text(encoding="utf-8")
 
 
 def _tell(done: int, total: int, seconds: float) -> None:

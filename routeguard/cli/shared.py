@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -19,6 +21,8 @@ norms_option = click.option("--norms", is_flag=True, help="Also the gains of que
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 insist_option = click.option("--insist", is_flag=True, help="Go on although the check that refuses says no.")
 
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -33,6 +37,10 @@ def clear_errors(function: Function) -> Function:
             fail(str(error), 2)
         except OSError as error:
             fail(str(error), 3)
+        except RuntimeError as error:
+            if type(error).__name__ != "OutOfMemoryError":  # torch's own; torch may not be imported at all
+                raise
+            fail(f"out of memory ({_reason(error)}); ask for fewer tokens or samples at a time", 2)
 
     return wrapped  # type: ignore[return-value]
 
@@ -83,23 +91,92 @@ def parse_lengths(text: str, option: str = "--lengths") -> list[int]:
     return lengths
 
 
+def read_file(path: Path, option: str) -> str:
+    """Content of the text file that an option names; ValueError where it is none."""
+    if not path.is_file():
+        raise ValueError(f"{option} {path} is not a file")
+    from routeguard.diagnostics.texts import read_text
+
+    return read_text(path)
+
+
+def refuse_no_place(path: Path, option: str) -> None:
+    """Raise ValueError, before anything is measured, where a file could not be written to `path`."""
+    folder = path.parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        raise ValueError(f"{option}: {folder} is a file, not a folder; nothing can be written below it")
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{option}: no permission to write in {folder}")
+
+
 def load_model(path: str | Path, device: str | None = None) -> tuple[Any, Any]:
-    """Model and tokenizer of a folder, on the accelerator if there is one. Code in the folder never runs."""
-    if not Path(path).is_dir():
-        raise ValueError(f"{path} is not a folder; give a model or adapter folder with its tokenizer")
+    """Model and tokenizer of a folder, on the accelerator if there is one. Code in the folder never runs.
+
+    Raises ValueError, naming the folder, for whatever keeps them from being loaded.
+    """
+    folder = Path(path)
+    base = _refuse_no_model(folder)
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     place = _device(device)
+    tokenizer = load_tokenizer(folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} has no tokenizer that can be loaded: {str(error).splitlines()[0]}") from None
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
-    except OSError as error:
-        raise ValueError(f"{path} has no model that can be loaded: {str(error).splitlines()[0]}") from None
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    except Exception as error:  # damaged weights raise what their reader raises
+        where = f"{folder}: its base model {base!r}" if base else f"{folder}: its model"
+        raise ValueError(f"{where} cannot be loaded: {_reason(error)}") from None
+    _refuse_other_vocabulary(folder, tokenizer, model)
     return model.to(torch.device(place)).eval(), tokenizer
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a folder; ValueError, naming it, where there is none that can be loaded."""
+    from transformers import AutoTokenizer
+
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; give a folder with a tokenizer")
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:
+        found = [name for pattern in _TOKENIZER_FILES for name in folder.glob(pattern)]
+        reason = f"cannot be loaded: {_reason(error)}" if found else "is missing"
+        raise ValueError(
+            f"{folder}: its tokenizer {reason}; `tokenizer.save_pretrained({str(folder)!r})` puts one there"
+        ) from None
+
+
+def _refuse_no_model(folder: Path) -> str | None:
+    """Raise ValueError for what is no folder with a model in it; gives an adapter's base model."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; give a model or adapter folder with its tokenizer")
+    names = [name for name in ("adapter_config.json", "config.json") if (folder / name).is_file()]
+    if not names:
+        raise ValueError(f"{folder} holds no model: there is no config.json (or adapter_config.json) in it")
+    try:
+        config = json.loads((folder / names[0]).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{folder / names[0]} is not JSON: {error}") from None
+    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    return base if names[0].startswith("adapter") and isinstance(base, str) else None
+
+
+def _refuse_other_vocabulary(folder: Path, tokenizer: Any, model: Any) -> None:
+    """Raise ValueError where the tokenizer has tokens that the model does not know; added ones may be for images."""
+    size = model.get_input_embeddings().weight.shape[0]
+    added = set(getattr(tokenizer, "added_tokens_decoder", {}))
+    largest = max((number for number in tokenizer.get_vocab().values() if number not in added), default=0)
+    if largest >= size:
+        raise ValueError(
+            f"{folder}: its tokenizer has tokens up to {largest}, its model knows {size}: they do not belong together"
+        )
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error's message, or its kind."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _device(name: str | None) -> str:
@@ -109,6 +186,8 @@ def _device(name: str | None) -> str:
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
+        if torch.device(name).type == "meta":
+            raise ValueError(f"--device {name!r} holds no numbers; give cpu, cuda or another that computes")
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"--device {name!r} cannot be used here: {str(error).splitlines()[0]}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,14 +103,17 @@ def drift_report(run: str | Path) -> DriftReport:
         run: a `drift.jsonl`, or a folder that holds one or whose folder `routeguard` does (a trainer's output folder).
 
     Raises:
-        ValueError: no such file, one without samples, or of another schema version.
+        ValueError: no such file, one that is damaged or without samples, or of another schema version.
     """
     given = Path(run)
     places = [given] if given.is_file() else [given / "drift.jsonl", *sorted(given.glob("*/drift.jsonl"))]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
         raise ValueError(f"no drift.jsonl at {given} or one folder below; RouteGuard writes it while a run goes on")
-    header, samples = read_record(found)
+    try:
+        header, samples = read_record(found) if found.stat().st_size else ({}, [])
+    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, TypeError) as error:
+        raise ValueError(f"{found} is damaged or no drift record: {error}") from None
     if not samples:
         raise ValueError(f"{found} holds no step yet")
     return DriftReport(found, header, tuple(samples))

@@ -178,6 +178,8 @@ def locality(
         raise ValueError(
             f"lengths={list(lengths)}, threshold={threshold}: give lengths of 1 or more, a threshold in (0, 1)"
         )
+    if model is not None and (sequence_tokens < 2 or num_sequences < 1):
+        raise ValueError(f"{num_sequences} × {sequence_tokens} tokens asked for; give at least one sequence of 2")
     if model is not None and not insist:
         refuse_beyond_positions(model, sequence_tokens)
     autocorrelation = token_autocorrelation(documents, max_lag=max_lag, seed=seed)

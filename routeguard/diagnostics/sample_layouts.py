@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from routeguard.diagnostics.texts import refuse_many_unknown
+
 IGNORED = -100  # label of a token that the loss leaves out
 PROMPTS = ("prompt", "instruction", "question", "query")
 ANSWERS = ("completion", "response", "output", "answer")
@@ -23,7 +25,7 @@ _ROLES = {
 
 def sample_tokens(
     tokenizer: Any, samples: Iterable[Mapping[str, Any]], *, column: str | None = None
-) -> list[Sequence[int]]:
+) -> list[list[int]]:
     """Token ids of each sample, as training would see them.
 
     A sample is read, in this order, from `column` if given; `input_ids`; `messages` or `conversations` (role/content or
@@ -31,9 +33,13 @@ def sample_tokens(
     `completion`, end to end; `text`; another prompt with its answer (instruction, input, output, say), joined by
     newlines; an only column of text called content, completion, response, output or answer.
 
-    Raises ValueError for a sample of another layout.
+    Raises ValueError for a sample of another layout, and for texts that the tokenizer does not know.
     """
-    return [_ids(tokenizer, _read(sample, column)[1]) for sample in samples]
+    parts = [_read(sample, column)[1] for sample in samples]
+    documents = [_ids(tokenizer, part) for part in parts]
+    texts = [ids for ids, part in zip(documents, parts, strict=True) if isinstance(part, str)]
+    refuse_many_unknown(tokenizer, [token for ids in texts for token in ids])
+    return documents
 
 
 def sample_labels(
@@ -46,7 +52,7 @@ def sample_labels(
     found = []
     for sample, document in zip(samples, documents, strict=True):
         if sample.get("labels"):
-            found.append([int(label) for label in sample["labels"]])
+            found.append(_numbers(sample["labels"]))
             continue
         prompt, _ = _read(sample, None)
         same = 0 if prompt is None else _common(_ids(tokenizer, prompt, before_answer=True), document)
@@ -63,6 +69,8 @@ def _read(sample: Mapping[str, Any], column: str | None) -> tuple[Any, Any]:
     filled = {name for name, value in sample.items() if value is not None and value != []}
     for name in ("input_ids", "messages", "conversations"):
         if name in filled:
+            if isinstance(sample[name], str):
+                raise ValueError(f"a sample's {name} is a text; give a list, or the text in a column text")
             return None, sample[name]
     if {"prompt", "completion"} <= filled:
         return _joined(sample["prompt"], sample["completion"], "")
@@ -101,13 +109,21 @@ def _ids(tokenizer: Any, value: Any, *, before_answer: bool = False) -> list[int
     if not isinstance(value, Sequence):
         raise ValueError(f"a sample's column holds {type(value).__name__}; give text, turns of a chat or token ids")
     if not value or not isinstance(value[0], Mapping):
-        return [int(token) for token in value]
+        return _numbers(value)
     turns = [_turn(turn) for turn in value]
     if getattr(tokenizer, "chat_template", None):
         generate = before_answer and turns[-1]["role"] != "assistant"
         found = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False, add_generation_prompt=generate)
         return [int(token) for token in found]
     return list(tokenizer("\n".join(str(turn["content"] or "") for turn in turns))["input_ids"])
+
+
+def _numbers(values: Sequence[Any]) -> list[int]:
+    try:
+        return [int(value) for value in values]
+    except (TypeError, ValueError):
+        wrong = next(value for value in values if not isinstance(value, int))
+        raise ValueError(f"a sample's token ids or labels hold {wrong!r}; give whole numbers") from None
 
 
 def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_MOST_UNKNOWN = 0.05
 
 
 def builtin_prose() -> str:
@@ -20,20 +23,32 @@ def builtin_prose() -> str:
 def token_rows(tokenizer: Any, text: str, *, num_tokens: int, num_sequences: int = 1) -> Tensor:
     """Consecutive stretches of a text as tokens: [num_sequences, num_tokens], each with the start mark if there is one.
 
-    Raises ValueError for a text that is too short.
+    Raises ValueError for a text that is too short, or in a language that the tokenizer does not know.
     """
     import torch
 
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     room = num_tokens - len(start)
     if room < 1 or num_sequences < 1:
-        raise ValueError(f"{num_sequences} sequences of {num_tokens} tokens asked for; give at least one of 2 tokens")
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        raise ValueError(f"{num_sequences} × {num_tokens} tokens asked for; give at least one sequence of 2")
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < room * num_sequences:
         raise ValueError(
             f"the text has {len(ids)} tokens; {num_sequences} × {num_tokens} asked for. Ask for less, or give more text"
         )
+    refuse_many_unknown(tokenizer, ids[: room * num_sequences])
     return torch.tensor([start + ids[n * room : (n + 1) * room] for n in range(num_sequences)])
+
+
+def refuse_many_unknown(tokenizer: Any, ids: Sequence[int]) -> None:
+    """Raise ValueError where the tokenizer reads <unk> for over 5 % of a text."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    share = 0.0 if unknown is None or not ids else sum(token == unknown for token in ids) / len(ids)
+    if share > _MOST_UNKNOWN:
+        raise ValueError(
+            f"{share:.0%} of the text is unknown to this tokenizer ({tokenizer.unk_token}), so it would be measured on "
+            "something else; give a text in its own language"
+        )
 
 
 def read_text(path: Path) -> str:
@@ -53,7 +68,10 @@ def read_samples(path: str | Path) -> list[dict[str, Any]]:
     if path.is_dir():
         from datasets import DatasetDict, load_from_disk
 
-        loaded = load_from_disk(str(path))
+        try:
+            loaded = load_from_disk(str(path))
+        except Exception as error:
+            raise ValueError(f"{path} is not a folder of datasets.save_to_disk: {error}") from None
         if isinstance(loaded, DatasetDict):
             loaded = loaded["train"] if "train" in loaded else loaded[next(iter(loaded))]
         return [dict(row) for row in loaded]
@@ -62,7 +80,10 @@ def read_samples(path: str | Path) -> list[dict[str, Any]]:
     if path.suffix == ".parquet":
         from datasets import Dataset
 
-        return [dict(row) for row in Dataset.from_parquet(str(path))]
+        try:
+            return [dict(row) for row in Dataset.from_parquet(str(path))]
+        except Exception as error:
+            raise ValueError(f"{path} is not a parquet file that can be read: {error}") from None
     content = read_text(path)
     try:
         if path.suffix == ".jsonl":
