@@ -138,7 +138,9 @@ def test_attached_later(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("flag", "engine"), [("is_fsdp_enabled", "FSDP"), ("is_deepspeed_enabled", "DeepSpeed")])
 def test_sharding_engines_are_refused(flag: str, engine: str) -> None:
     probing = probe()
-    probing._trainer = SimpleNamespace(**{flag: True})
+    plugin = SimpleNamespace(fsdp_version=1)
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    probing._trainer = SimpleNamespace(**{flag: True}, accelerator=accelerator)
     with pytest.raises(ValueError, match=f"not supported under {engine}"):
         probing.on_train_begin(SimpleNamespace(world_size=2), SimpleNamespace(is_world_process_zero=True), None)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import warnings
 from collections.abc import Iterable, Sequence
@@ -11,19 +10,15 @@ from typing import Any, Literal
 
 from transformers import TrainerCallback
 
-from routeguard.recall.answering import answer_forced
-from routeguard.recall.encoding import Encoder
 from routeguard.recall.haystack import as_haystack
-from routeguard.recall.logits import max_positions
-from routeguard.recall.measure import DEPTHS, Plan
-from routeguard.recall.probe_record import RECORD_FILE, append_record, begin_record
+from routeguard.recall.probe_failures import Failures, release_memory
+from routeguard.recall.probe_record import RECORD_FILE, append_failure, append_record, begin_record
+from routeguard.recall.probe_samples import ProbeSamples, probe_samples
+from routeguard.recall.probe_summary import closing, opening
 from routeguard.recall.quiet import undisturbed
 from routeguard.recall.registry import find_tasks
 from routeguard.recall.result import RecallResult
-from routeguard.recall.sample import Sample
-from routeguard.recall.scores import SampleScore
-from routeguard.recall.task import Task
-from routeguard.recall.training_length import training_length
+from routeguard.recall.task import Task, uses_prose
 from routeguard.training.engines import sharding_engine
 from routeguard.training.trainer_access import find_trainer, holds
 
@@ -37,6 +32,10 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
     by length goes to every reporter and to `log_history` as `recall/@4096` (with `recall/niah_single_3@4096` by task),
     and to `OUTPUT/routeguard/recall.jsonl`. Random states, dropout, buffers, training flags: all as without the probe,
     so the run is the same bit for bit.
+
+    A measurement that fails once the training has begun (out of memory, an error in a task) does not end it: all is put
+    back, the first failure is warned about, each is in `failures`, `recall.jsonl` and the summary at the end, and
+    after three in a row no more are made. The measurement before the first step raises.
 
     Args:
         lengths: context lengths in tokens. None (default): the training length and twice that, as far as the model's
@@ -97,9 +96,10 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
         self.results: dict[int, RecallResult] = {}  # by step
         self.restored: RecallResult | None = None  # after a guard's restore at the end
         self.seconds: dict[int, float] = {}
+        self.failures = Failures()
+        self._spent = self._began = 0.0
         self._trainer: Any = None
-        self._samples: list[Sample] = []
-        self._settings: dict[str, Any] = {}
+        self._asked: ProbeSamples | None = None
         self._first: dict[int, float] = {}
         self._next_at = 0.0
         self._last = _LastMeasurement(self)
@@ -125,15 +125,22 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
             raise ValueError("RecallProbe(action='stop') is not supported with several processes; use action='warn'")
         if not state.is_world_process_zero:
             return
-        self.results, self.seconds, self.restored = {}, {}, None
+        self.results, self.seconds, self.restored, self.failures = {}, {}, None, Failures()
+        self._began, self._spent, self._asked = time.monotonic(), 0.0, None
         model = unwrapped(kwargs["model"])
         with undisturbed(model):
-            self._prepare(model, args, kwargs)
+            self._asked = probe_samples(
+                self,
+                model,
+                args,
+                tokenizer=kwargs.get("processing_class"),
+                dataloader=kwargs.get("train_dataloader"),
+            )
         self._go_first_at_the_end()
         record = Path(args.output_dir) / RECORD_FILE
-        self._first = begin_record(record, self._settings, resume_step=state.global_step)
-        print(self._summary(args, kwargs), flush=True)
-        self._measure(model, args, state, control)
+        self._first = begin_record(record, self._asked.settings, resume_step=state.global_step)
+        print(self._opening(self._asked), flush=True)
+        self._measure(self._asked, model, args, state, control)  # a failure here ends the training before it began
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
@@ -141,7 +148,7 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
         last = control.should_training_stop or state.global_step >= state.max_steps
         due = time.monotonic() >= self._next_at if self.every is None else state.global_step % self.every == 0
         if last or due:
-            self._measure(unwrapped(kwargs["model"]), args, state, control)
+            self._try(kwargs["model"], args, state, control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if control.should_training_stop:
@@ -149,16 +156,19 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.measure_last(args, state, control, kwargs["model"])
+        if state.is_world_process_zero and self._asked is not None:
+            print(closing(self.results, self._spent, time.monotonic() - self._began, self.failures), flush=True)
 
     def measure_last(self, args: Any, state: Any, control: Any, model: Any) -> None:
         """Measure the last step, unless that was done: the decision to stop can fall after the probe's turn."""
-        if state.is_world_process_zero and self._samples and state.global_step not in self.results:
-            self._measure(unwrapped(model), args, state, control)
+        tried = state.global_step in self.results or self.failures.at(state.global_step)
+        if state.is_world_process_zero and not tried:
+            self._try(model, args, state, control)
 
     def after_restore(self, args: Any, state: Any, control: Any, model: Any) -> None:
         """Measure once more: what a restore at the end of the training gave back (`recall_restored/...`)."""
-        if state.is_world_process_zero and self._samples:
-            self._measure(unwrapped(model), args, state, control, restored=True)
+        if state.is_world_process_zero:
+            self._try(model, args, state, control, restored=True)
 
     def detach(self) -> None:
         """Leave the Trainer."""
@@ -174,37 +184,45 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
             # A new list: the old one is being walked through right now.
             handler.callbacks = [self._last, *handler.callbacks]
 
-    def _prepare(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        tokenizer = self.tokenizer if self.tokenizer is not None else kwargs.get("processing_class")
-        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a multimodal processor holds one
-        if tokenizer is None:
-            raise ValueError(
-                "RecallProbe needs a tokenizer: give the Trainer processing_class=, or RecallProbe(tokenizer=)"
-            )
-        self._tokenizer = tokenizer
-        positions = max_positions(model)
-        lengths = self.lengths
-        if lengths is None:
-            trained = training_length(args, kwargs.get("train_dataloader"))
-            lengths = tuple(sorted({min(n, positions or n) for n in (trained, 2 * trained)}))
-        if positions is not None and max(lengths) > positions and not self.insist:
-            raise ValueError(
-                f"RecallProbe length {max(lengths)} is beyond the model's {positions} positions; give shorter "
-                "lengths=, or insist=True"
-            )
-        plan = Plan(self.tasks, lengths, DEPTHS, self.num_samples, self.haystack, self.seed)
-        encoder = Encoder(tokenizer, chat=self.chat)
-        self._samples = [plan.sample(encoder, *cell, i) for cell in plan.cells() for i in range(self.num_samples)]
-        self._settings = {**plan.to_dict(), "method": "forced", "chat": self.chat}
+    def _opening(self, asked: ProbeSamples) -> str:
+        return opening(
+            [task.name for task in self.tasks],
+            asked.lengths,
+            asked.settings["num_samples"],
+            every=self.every,
+            share=self.share,
+            trained_tokens=asked.trained_tokens,
+            notes=self.haystack.notes if any(map(uses_prose, self.tasks)) else (),
+        )
 
-    def _measure(self, model: Any, args: Any, state: Any, control: Any, *, restored: bool = False) -> None:
+    def _try(self, model: Any, args: Any, state: Any, control: Any, *, restored: bool = False) -> None:
+        """Measure; what goes wrong is noted and does not end the training. Nothing once it was given up."""
+        if self._asked is None or self.failures.given_up:
+            return
+        try:
+            by_length = self._measure(self._asked, unwrapped(model), args, state, control, restored=restored)
+        except Exception as error:
+            release_memory(error)
+            failure = self.failures.add(state.global_step, error, restored=restored)
+            append_failure(Path(args.output_dir) / RECORD_FILE, failure)
+            return
+        self.failures.succeeded()
+        if not restored:
+            self._act(by_length, state.global_step, control)
+
+    def _measure(
+        self, asked: ProbeSamples, model: Any, args: Any, state: Any, control: Any, *, restored: bool = False
+    ) -> dict[int, float]:
         step = state.global_step
         began = time.monotonic()
-        with undisturbed(model):
-            scores = self._answers(model)
-        took = time.monotonic() - began
-        self._next_at = time.monotonic() + took / self.share
-        result = RecallResult(tuple(scores), self._settings)
+        try:
+            with undisturbed(model):
+                scores = asked.answer(model, self.batch_tokens)
+        finally:
+            took = time.monotonic() - began
+            self._spent += took
+            self._next_at = time.monotonic() + took / self.share
+        result = RecallResult(tuple(scores), asked.settings)
         if restored:
             self.restored = result
         else:
@@ -217,32 +235,7 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
         if len(self.tasks) > 1:
             metrics |= {f"{name}/{cell.label[0]}@{cell.label[1]}": cell.accuracy for cell in result.cells()}
         self._report(metrics, control)
-        if not restored:
-            self._act(by_length, step, control)
-
-    def _summary(self, args: Any, kwargs: dict[str, Any]) -> str:
-        lengths = sorted({sample.length_tokens for sample in self._samples})
-        often = f"every {self.every} steps" if self.every else f"as often as {self.share:.0%} of the time allows"
-        lines = [
-            f"routeguard: recall probe: {', '.join(task.name for task in self.tasks)} at {lengths} tokens, "
-            f"{self.num_samples} samples each, {often}, and before and after the training"
-        ]
-        with contextlib.suppress(ValueError):
-            trained = training_length(args, kwargs.get("train_dataloader"))
-            if max(lengths) <= trained:
-                lines.append(f"  note: no length beyond the {trained} tokens trained on, where recall is lost first")
-        return "\n".join(lines)
-
-    def _answers(self, model: Any) -> list[SampleScore]:
-        groups: dict[tuple[str, int], list[Sample]] = {}
-        for sample in self._samples:
-            groups.setdefault((sample.task, sample.length_tokens), []).append(sample)
-        scores = []
-        for (_, length), group in groups.items():
-            size = max(1, self.batch_tokens // length)
-            for first in range(0, len(group), size):
-                scores += answer_forced(model, self._tokenizer, group[first : first + size])
-        return scores
+        return by_length
 
     def _report(self, metrics: dict[str, float], control: Any) -> None:
         """To `log_history` and every reporter, past the trainer's own `log`: TRL's would empty its running averages."""
@@ -251,8 +244,10 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
         from transformers import Trainer
 
         due = control.should_log  # logging takes a log line that is due for written
-        Trainer.log(self._trainer, metrics)
-        control.should_log = due
+        try:
+            Trainer.log(self._trainer, metrics)
+        finally:
+            control.should_log = due
 
     def _act(self, by_length: dict[int, float], step: int, control: Any) -> None:
         if self.max_drop is None:

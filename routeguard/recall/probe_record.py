@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
+from routeguard.recall.probe_failures import Failure
 from routeguard.recall.result import RecallResult
 
 SCHEMA_VERSION = 1
@@ -41,9 +43,16 @@ def append_record(path: Path, step: int, seconds: float, result: RecallResult, *
         stream.write(json.dumps(line) + "\n")
 
 
+def append_failure(path: Path, failure: Failure) -> None:
+    """Write down that a measurement failed; where even that fails, the training's end and its log still tell."""
+    line = {"step": failure.step, "restored": failure.restored, "failed": failure.reason}
+    with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(line) + "\n")
+
+
 def read_probe_record(path: str | Path, *, restored: bool = False) -> dict[int, RecallResult]:
     """Results by step from `OUTPUT/routeguard/recall.jsonl`; a half-written last line is skipped. `restored`: what was
-    measured after a restore at the end, instead.
+    measured after a restore at the end, instead. Failed ones (lines with "failed", the reason) are left out.
 
     Raises ValueError for another schema version or a damaged file.
     """
@@ -59,7 +68,7 @@ def read_probe_record(path: str | Path, *, restored: bool = False) -> dict[int, 
         if number == 0:
             if data.get("schema_version") != SCHEMA_VERSION:
                 raise ValueError(f"{path} has schema version {data.get('schema_version')}, this reads {SCHEMA_VERSION}")
-        elif data["restored"] == restored:
+        elif data["restored"] == restored and "failed" not in data:
             found[int(data["step"])] = RecallResult.from_dict(data["result"])
     return found
 

@@ -1,0 +1,94 @@
+"""What a probe asks: its samples, made once before the first step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from routeguard.recall.answering import answer_forced
+from routeguard.recall.encoding import Encoder
+from routeguard.recall.logits import max_positions
+from routeguard.recall.measure import DEPTHS, Plan
+from routeguard.recall.sample import Sample
+from routeguard.recall.scores import SampleScore
+from routeguard.recall.training_length import training_length
+
+if TYPE_CHECKING:
+    from routeguard.recall.probe import RecallProbe
+
+
+@dataclass(frozen=True)
+class ProbeSamples:
+    """All questions of a probe.
+
+    Attributes:
+        samples: short lengths first.
+        tokenizer: to show what was predicted.
+        settings: what results carry.
+        trained_tokens: the training length; None where it is not known.
+    """
+
+    samples: tuple[Sample, ...]
+    tokenizer: Any
+    settings: dict[str, Any]
+    trained_tokens: int | None
+
+    @property
+    def lengths(self) -> list[int]:
+        return sorted({sample.length_tokens for sample in self.samples})
+
+    def answer(self, model: Any, batch_tokens: int) -> list[SampleScore]:
+        """Teacher-forced scores of all samples, `batch_tokens` at most in a forward pass."""
+        groups: dict[tuple[str, int], list[Sample]] = {}
+        for sample in self.samples:
+            groups.setdefault((sample.task, sample.length_tokens), []).append(sample)
+        scores = []
+        for (_, length), group in groups.items():
+            size = max(1, batch_tokens // length)
+            for first in range(0, len(group), size):
+                scores += answer_forced(model, self.tokenizer, group[first : first + size])
+        return scores
+
+
+def probe_samples(probe: RecallProbe, model: Any, args: Any, *, tokenizer: Any, dataloader: Any) -> ProbeSamples:
+    """Make the samples of a probe.
+
+    Args:
+        probe: its settings.
+        model: the model below every wrapper.
+        args: the Trainer's arguments.
+        tokenizer: the Trainer's `processing_class`, if the probe has none.
+        dataloader: the training's; its rows tell the training length where `args` do not.
+
+    Raises ValueError without a tokenizer or a length, and for lengths that model, needles or haystack do not allow.
+    """
+    tokenizer = probe.tokenizer if probe.tokenizer is not None else tokenizer
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a multimodal processor holds one
+    if tokenizer is None:
+        raise ValueError(
+            "RecallProbe needs a tokenizer: give the Trainer processing_class=, or RecallProbe(tokenizer=)"
+        )
+    trained: int | None = None
+    try:
+        trained = training_length(args, dataloader)
+    except ValueError:
+        if probe.lengths is None:
+            raise
+    lengths = _lengths(probe, trained, max_positions(model))
+    plan = Plan(probe.tasks, lengths, DEPTHS, probe.num_samples, probe.haystack, probe.seed)
+    encoder = Encoder(tokenizer, chat=probe.chat)
+    samples = [plan.sample(encoder, *cell, i) for cell in plan.cells() for i in range(plan.num_samples)]
+    settings = {**plan.to_dict(), "method": "forced", "chat": probe.chat}
+    return ProbeSamples(tuple(samples), tokenizer, settings, trained)
+
+
+def _lengths(probe: RecallProbe, trained: int | None, positions: int | None) -> tuple[int, ...]:
+    if probe.lengths is None and trained is not None:
+        return tuple(sorted({min(n, positions or n) for n in (trained, 2 * trained)}))
+    lengths = probe.lengths or ()
+    if positions is not None and max(lengths, default=0) > positions and not probe.insist:
+        raise ValueError(
+            f"RecallProbe length {max(lengths)} is beyond the model's {positions} positions; give shorter "
+            "lengths=, or insist=True"
+        )
+    return lengths

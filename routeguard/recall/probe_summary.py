@@ -1,0 +1,56 @@
+"""What a probe says before and after a training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from routeguard.recall.probe_failures import Failures
+from routeguard.recall.result import RecallResult
+
+
+def opening(
+    tasks: Sequence[str],
+    lengths: Sequence[int],
+    num_samples: int,
+    *,
+    every: int | None,
+    share: float,
+    trained_tokens: int | None,
+    notes: Sequence[str] = (),
+) -> str:
+    """What will be measured, how often, and what a reader should know.
+
+    Args:
+        tasks, lengths, num_samples: what is asked.
+        every, share: as given to the probe.
+        trained_tokens: the training length; None where it is not known.
+        notes: about the haystack.
+    """
+    often = f"every {every} steps" if every else f"as often as {share:.0%} of the time allows"
+    lines = [
+        f"routeguard: recall probe: {', '.join(tasks)} at {sorted(set(lengths))} tokens, {num_samples} samples each, "
+        f"{often}, and before and after the training"
+    ]
+    if trained_tokens is not None and max(lengths) <= trained_tokens:
+        lines.append(f"  note: no length beyond the {trained_tokens} tokens trained on, where recall is lost first")
+    return "\n".join([*lines, *(f"  note: {note}" for note in notes)])
+
+
+def closing(results: Mapping[int, RecallResult], spent: float, total: float, failures: Failures) -> str:
+    """What was measured, what it cost, and what failed.
+
+    Args:
+        results: by step.
+        spent: seconds that measurements took, failed ones too.
+        total: seconds since the training began.
+        failures: what went wrong.
+    """
+    cost = f"{spent:.1f} s of {total:.1f} s, {spent / max(total, 1e-9):.1%} of the training"
+    lines = [f"routeguard: recall probe: {len(results)} measurements ({cost})"]
+    if results:
+        first, last = results[min(results)], results[max(results)]
+        fell = (f"{first.accuracy(length=n):.2f} to {last.accuracy(length=n):.2f} at {n} tokens" for n in first.lengths)
+        lines[0] += f"; recall from step {min(results)} to {max(results)}: {', '.join(fell)}"
+    if failures.found:
+        lines.append(f"  {failures}")
+    return "\n".join(lines)
