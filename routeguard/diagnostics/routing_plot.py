@@ -71,7 +71,10 @@ def _maps(picture: RoutingPicture, figure: Figure, row: Any) -> None:
     for axes, state in zip(row, picture.states.values(), strict=False):
         shown = torch.where(state.values > 0, state.values.clamp_min(darkest), torch.nan)
         image = axes.imshow(shown.numpy(), norm=norm, cmap="magma", extent=span, interpolation="nearest")
-    figure.colorbar(image, ax=list(row[: len(picture.states)]), shrink=0.75, label="mean probability", pad=0.01)
+    bar = figure.colorbar(image, ax=list(row[: len(picture.states)]), shrink=0.75, pad=0.01)
+    bar.ax.set_title(
+        "mean\nprobability", fontsize=8, loc="left"
+    )  # beside the bar it would read as the next panel's axis
     ratio = picture.log_ratio
     if ratio is not None:
         strong = ratio[~ratio.isnan()].abs()
