@@ -102,7 +102,10 @@ def test_it_is_said_once_written_down_and_summed_up(tmp_path: Path, capsys) -> N
     assert read_recall(record) == watched.results and sorted(watched.results) == [0, 2, 4]
     assert [(failure.step, failure.reason) for failure in watched.failures.found] == [(1, reason), (3, reason)]
     last = [line for line in capsys.readouterr().out.splitlines() if line.strip()][-2:]
-    assert last[0].startswith("routeguard: recall probe: 3 measurements (") and "from step 0 to 4" in last[0]
+    assert (
+        last[0].startswith("routeguard: recall probe: 3 measurements and their samples (")
+        and "from step 0 to 4" in last[0]
+    )
     assert last[1] == f"  2 measurements FAILED, at step 1, 3: {reason}"
     assert [line["step"] for line in trainer.state.log_history if "recall/@40" in line] == [0, 2, 4]
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from transformers import TrainerCallback
 
 from routeguard.recall.haystack import as_haystack
+from routeguard.recall.probe_budget import affordable
 from routeguard.recall.probe_failures import Failures, release_memory
 from routeguard.recall.probe_record import RECORD_FILE, append_failure, append_record, begin_record
 from routeguard.recall.probe_samples import ProbeSamples, probe_samples
@@ -41,10 +42,11 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
         lengths: context lengths in tokens. None (default): the training length and twice that, as far as the model's
             positions go, because recall is lost beyond the training length first.
         tasks: kinds of question; they should not be those that `replay` trains on.
-        every: steps between measurements. None (default): as often as costs at most `share` of the time since the last
-            one. The first and the last measurement always take place.
+        every: steps between measurements. None (default): as often as all of them, the last one included, take at most
+            `share` of the time so far. The first and the last measurement always take place.
         share: that share, 0.01 by default.
-        num_samples: samples for each task and length.
+        num_samples: samples for each task and length. None (default): as many as let the first and the last measurement
+            take half of `share`, by an estimate (`probe_budget`), but 4 at least and 16 at most.
         max_drop: how far accuracy at any length may fall below the first measurement, 0 to 1, before the probe acts.
             None (default): it never does.
         action: "warn" or "stop": what it does then.
@@ -62,7 +64,7 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
         tasks: str | Task | Iterable[str | Task] = PROBE_TASKS,
         every: int | None = None,
         share: float = 0.01,
-        num_samples: int = 8,
+        num_samples: int | None = None,
         max_drop: float | None = None,
         action: Literal["warn", "stop"] = "warn",
         tokenizer: Any = None,
@@ -97,11 +99,10 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
         self.restored: RecallResult | None = None  # after a guard's restore at the end
         self.seconds: dict[int, float] = {}
         self.failures = Failures()
-        self._spent = self._began = 0.0
+        self._spent = self._began = self._ended = self._took = 0.0
         self._trainer: Any = None
         self._asked: ProbeSamples | None = None
         self._first: dict[int, float] = {}
-        self._next_at = 0.0
         self._last = _LastMeasurement(self)
 
     def attach(self, trainer: Any) -> RecallProbe:
@@ -133,9 +134,11 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
                 self,
                 model,
                 args,
+                state,
                 tokenizer=kwargs.get("processing_class"),
                 dataloader=kwargs.get("train_dataloader"),
             )
+        self._spent = time.monotonic() - self._began  # making samples is part of the cost
         self._go_first_at_the_end()
         record = Path(args.output_dir) / RECORD_FILE
         self._first = begin_record(record, self._asked.settings, resume_step=state.global_step)
@@ -146,8 +149,7 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
         if not state.is_world_process_zero:
             return
         last = control.should_training_stop or state.global_step >= state.max_steps
-        due = time.monotonic() >= self._next_at if self.every is None else state.global_step % self.every == 0
-        if last or due:
+        if last or (self._affordable() if self.every is None else state.global_step % self.every == 0):
             self._try(kwargs["model"], args, state, control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -184,11 +186,21 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
             # A new list: the old one is being walked through right now.
             handler.callbacks = [self._last, *handler.callbacks]
 
+    def _affordable(self) -> bool:
+        now = time.monotonic()
+        return affordable(
+            spent=self._spent,
+            took=self._took,
+            since_last=now - self._ended,
+            elapsed=now - self._began,
+            share=self.share,
+        )
+
     def _opening(self, asked: ProbeSamples) -> str:
         return opening(
             [task.name for task in self.tasks],
             asked.lengths,
-            asked.settings["num_samples"],
+            asked.budget,
             every=self.every,
             share=self.share,
             trained_tokens=asked.trained_tokens,
@@ -219,9 +231,11 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
             with undisturbed(model):
                 scores = asked.answer(model, self.batch_tokens)
         finally:
-            took = time.monotonic() - began
+            self._ended = time.monotonic()
+            took = self._ended - began
             self._spent += took
-            self._next_at = time.monotonic() + took / self.share
+            self._took = max(took, self._took)  # what fails at once is not tried again at once
+        self._took = took
         result = RecallResult(tuple(scores), asked.settings)
         if restored:
             self.restored = result

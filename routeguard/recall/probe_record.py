@@ -73,6 +73,16 @@ def read_probe_record(path: str | Path, *, restored: bool = False) -> dict[int, 
     return found
 
 
+def recorded_num_samples(record: Path) -> int | None:
+    """Samples a task and length of the run whose record that is; None if there is none that can be read."""
+    try:
+        with record.open(encoding="utf-8") as stream:
+            number = json.loads(stream.readline())["settings"]["num_samples"]
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+        return None
+    return number if isinstance(number, int) and number > 0 else None
+
+
 def first_accuracies(record: Path, settings: dict[str, Any]) -> dict[int, float]:
     """What a resumed run measured first, by length; empty if nothing comparable is there."""
     if not record.is_file():

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from routeguard.recall.answering import answer_forced
 from routeguard.recall.encoding import Encoder
 from routeguard.recall.logits import max_positions
 from routeguard.recall.measure import DEPTHS, Plan
+from routeguard.recall.probe_budget import ProbeBudget, choose_budget, training_passes
+from routeguard.recall.probe_record import RECORD_FILE, recorded_num_samples
 from routeguard.recall.sample import Sample
 from routeguard.recall.scores import SampleScore
 from routeguard.recall.training_length import training_length
@@ -26,12 +29,14 @@ class ProbeSamples:
         tokenizer: to show what was predicted.
         settings: what results carry.
         trained_tokens: the training length; None where it is not known.
+        budget: how many samples there are, and what they are estimated to cost.
     """
 
     samples: tuple[Sample, ...]
     tokenizer: Any
     settings: dict[str, Any]
     trained_tokens: int | None
+    budget: ProbeBudget
 
     @property
     def lengths(self) -> list[int]:
@@ -50,15 +55,17 @@ class ProbeSamples:
         return scores
 
 
-def probe_samples(probe: RecallProbe, model: Any, args: Any, *, tokenizer: Any, dataloader: Any) -> ProbeSamples:
+def probe_samples(
+    probe: RecallProbe, model: Any, args: Any, state: Any, *, tokenizer: Any, dataloader: Any
+) -> ProbeSamples:
     """Make the samples of a probe.
 
     Args:
         probe: its settings.
         model: the model below every wrapper.
-        args: the Trainer's arguments.
+        args, state: the Trainer's.
         tokenizer: the Trainer's `processing_class`, if the probe has none.
-        dataloader: the training's; its rows tell the training length where `args` do not.
+        dataloader: the training's; its rows tell how long the training is, and its length where `args` do not.
 
     Raises ValueError without a tokenizer or a length, and for lengths that model, needles or haystack do not allow.
     """
@@ -75,11 +82,23 @@ def probe_samples(probe: RecallProbe, model: Any, args: Any, *, tokenizer: Any, 
         if probe.lengths is None:
             raise
     lengths = _lengths(probe, trained, max_positions(model))
-    plan = Plan(probe.tasks, lengths, DEPTHS, probe.num_samples, probe.haystack, probe.seed)
+    given = probe.num_samples
+    if given is None and state.global_step:  # a resumed run asks what it asked first
+        given = recorded_num_samples(Path(args.output_dir) / RECORD_FILE)
+    budget = choose_budget(
+        given,
+        passes=training_passes(model, args, dataloader, state.max_steps),
+        lengths=sorted(set(lengths)),
+        num_tasks=len(probe.tasks),
+        share=probe.share,
+        every=probe.every,
+        max_steps=state.max_steps,
+    )
+    plan = Plan(probe.tasks, lengths, DEPTHS, budget.num_samples, probe.haystack, probe.seed)
     encoder = Encoder(tokenizer, chat=probe.chat)
     samples = [plan.sample(encoder, *cell, i) for cell in plan.cells() for i in range(plan.num_samples)]
     settings = {**plan.to_dict(), "method": "forced", "chat": probe.chat}
-    return ProbeSamples(tuple(samples), tokenizer, settings, trained)
+    return ProbeSamples(tuple(samples), tokenizer, settings, trained, budget)
 
 
 def _lengths(probe: RecallProbe, trained: int | None, positions: int | None) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from routeguard.recall.probe_budget import FEWEST, ProbeBudget
 from routeguard.recall.probe_failures import Failures
 from routeguard.recall.result import RecallResult
 
@@ -11,7 +12,7 @@ from routeguard.recall.result import RecallResult
 def opening(
     tasks: Sequence[str],
     lengths: Sequence[int],
-    num_samples: int,
+    budget: ProbeBudget,
     *,
     every: int | None,
     share: float,
@@ -21,15 +22,17 @@ def opening(
     """What will be measured, how often, and what a reader should know.
 
     Args:
-        tasks, lengths, num_samples: what is asked.
+        tasks, lengths: what is asked.
+        budget: how many samples of each, and what that costs.
         every, share: as given to the probe.
         trained_tokens: the training length; None where it is not known.
         notes: about the haystack.
     """
     often = f"every {every} steps" if every else f"as often as {share:.0%} of the time allows"
     lines = [
-        f"routeguard: recall probe: {', '.join(tasks)} at {sorted(set(lengths))} tokens, {num_samples} samples each, "
-        f"{often}, and before and after the training"
+        f"routeguard: recall probe: {', '.join(tasks)} at {sorted(set(lengths))} tokens, {budget.num_samples} samples "
+        f"each{' (chosen)' if budget.chosen else ''}, {often}, and before and after the training",
+        f"  {_cost(budget, every, share)}",
     ]
     if trained_tokens is not None and max(lengths) <= trained_tokens:
         lines.append(f"  note: no length beyond the {trained_tokens} tokens trained on, where recall is lost first")
@@ -41,12 +44,12 @@ def closing(results: Mapping[int, RecallResult], spent: float, total: float, fai
 
     Args:
         results: by step.
-        spent: seconds that measurements took, failed ones too.
+        spent: seconds that making samples and all measurements took, failed ones too.
         total: seconds since the training began.
         failures: what went wrong.
     """
     cost = f"{spent:.1f} s of {total:.1f} s, {spent / max(total, 1e-9):.1%} of the training"
-    lines = [f"routeguard: recall probe: {len(results)} measurements ({cost})"]
+    lines = [f"routeguard: recall probe: {len(results)} measurements and their samples ({cost})"]
     if results:
         first, last = results[min(results)], results[max(results)]
         fell = (f"{first.accuracy(length=n):.2f} to {last.accuracy(length=n):.2f} at {n} tokens" for n in first.lengths)
@@ -54,3 +57,18 @@ def closing(results: Mapping[int, RecallResult], spent: float, total: float, fai
     if failures.found:
         lines.append(f"  {failures}")
     return "\n".join(lines)
+
+
+def _cost(budget: ProbeBudget, every: int | None, share: float) -> str:
+    if budget.ends is None:
+        return "cost: not known, since the rows of the training data tell no length; the summary at the end will say"
+    text = f"cost: the first and the last take about {budget.ends:.2%} of the training (estimated from tokens)"
+    if budget.total is not None:
+        text += f", all of them {budget.total:.2%} with every={every}"
+    if max(budget.ends, budget.total or 0) > share:
+        few = "even " if budget.chosen and budget.num_samples == FEWEST else ""
+        text += (
+            f"; {few}{budget.num_samples} samples each cost more than share={share:.2%}: ask fewer tasks, shorter "
+            "lengths, or train longer"
+        )
+    return text
