@@ -94,6 +94,13 @@ def test_values_that_stand_twice_in_the_demo() -> None:
     assert twice > 3
 
 
+@pytest.mark.parametrize("sentence", ["天地玄黄宇宙洪荒。", "no sentence ends here "])
+def test_a_haystack_of_any_language(sentence: str) -> None:
+    tokenizer = recall_tokenizers.byte_bpe()
+    prompt = needle_prompt(tokenizer, length_tokens=1500, depth=0.4, haystack=sentence * 400)
+    assert re.fullmatch(rf"One of the special .* is: {prompt.sample.values[0]}\.?", marked(tokenizer, prompt, "needle"))
+
+
 def test_errors() -> None:
     tokenizer = recall_tokenizers.byte_bpe()
     with pytest.raises(ValueError, match=r"depth 1\.5 is not between 0"):

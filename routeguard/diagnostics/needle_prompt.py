@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from routeguard.recall import templates
 from routeguard.recall.encoding import Encoder
 from routeguard.recall.haystack import as_haystack
 from routeguard.recall.registry import find_task
@@ -16,7 +17,8 @@ from routeguard.recall.task import Task
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BEFORE_NEEDLE = re.compile(r"\n|[.!?] | (?=let )")  # the last one in the demo's language
+# Where a needle may begin: as RULER's do, as the demo's do, else after a sentence.
+_NEEDLE_START = re.compile(rf"(?={templates.NEEDLE.split('{')[0]})| (?=let )|\n|[.!?] |[。！？؟।] ?")
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +104,7 @@ def _needles(text: str, sample: Sample) -> Iterator[tuple[str, int, int]]:
 
 def _sentence_start(text: str) -> int:
     """Where the sentence begins that `text` breaks off in."""
-    return max((found.end() for found in _BEFORE_NEEDLE.finditer(text)), default=0)
+    return max((found.end() for found in _NEEDLE_START.finditer(text)), default=0)
 
 
 def _tokens(encoder: Encoder, text: str, start: int, stop: int) -> tuple[int, int]:
