@@ -33,6 +33,32 @@ def let_accelerate_shard_on_cpus() -> None:
     PartialState.__init__ = patched  # type: ignore[method-assign]
 
 
+def let_accelerate_run_deepspeed_on_cpus() -> None:
+    """accelerate sees no processes without an accelerator; say that these gloo processes are some, on the CPU."""
+    import transformers.training_args
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    def prepare_backend(self: Any, *arguments: Any, **options: Any) -> tuple[str, Any]:
+        return "gloo", DistributedType.MULTI_GPU
+
+    def set_device(self: Any) -> None:
+        self.device = torch.device("cpu")
+
+    PartialState._prepare_backend = prepare_backend  # type: ignore[method-assign]
+    PartialState.set_device = set_device  # type: ignore[method-assign]
+    transformers.training_args.is_torch_bf16_gpu_available = lambda: True  # it asks for a GPU without use_cpu
+
+
+def consolidated(trainer: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """What DeepSpeed's own consolidation makes of a checkpoint that is written now."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    trainer.model_wrapped.save_checkpoint(str(folder))
+    torch.distributed.barrier()
+    return dict(get_fp32_state_dict_from_zero_checkpoint(str(folder)))
+
+
 def main(engine: str, folder: Path) -> None:
     rank = int(os.environ["RANK"])
     if engine == "fsdp2":
@@ -40,9 +66,13 @@ def main(engine: str, folder: Path) -> None:
         torch.distributed.init_process_group("gloo")
         for name, how in LOOPS.items():
             torch.save(loop(*how), folder / f"{name}.{rank}.pt")
+    elif engine.startswith("zero"):
+        let_accelerate_run_deepspeed_on_cpus()
     for name, case in CASES[engine].items():
         trainer = train_case(case, folder / name, batch_size=2, **settings(engine, case[0]))
         torch.save(state(trainer), folder / f"{name}.{rank}.pt")
+        if engine.startswith("zero") and "restored" in name:
+            torch.save(consolidated(trainer, folder / f"saved {name}"), folder / f"zero_to_fp32 {name}.{rank}.pt")
     for mode in RESUMED:
         case = CASES[engine][f"whole tensors, {mode}"]
         options = {"batch_size": 2, **SAVING, **settings(engine, case[0])}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from routeguard import Anchor, LowLR, QKRestore, RouteGuard, Track, find_routes
 from routeguard.sharding.whole import whole_tensor
@@ -42,6 +43,15 @@ CASES: dict[str, dict[str, Case]] = {
         **{f"columns, {mode}": ("gpt2", mode, {}) for mode in ("unguarded", *HELD)},
         **{f"bf16 mixed, {mode}": ("lfm2", mode, {"bf16": True}) for mode in GUARDS},
     },
+    **{
+        engine: {
+            **{f"whole tensors, {mode}": ("lfm2", mode, {}) for mode in GUARDS},
+            **{f"rows, {mode}": ("qwen3_5_text", mode, {}) for mode in ("unguarded", *HELD)},
+            **{f"columns, {mode}": ("gpt2", mode, {}) for mode in ("unguarded", *HELD)},
+            **{f"bf16, {mode}": ("lfm2", mode, {"bf16": True}) for mode in GUARDS},
+        }
+        for engine in ("zero1", "zero2", "zero3")
+    },
 }
 
 
@@ -57,6 +67,11 @@ def settings(engine: str, case: str) -> dict[str, Any]:
             "cpu_ram_efficient_loading": False,
         }
         return {"fsdp": True, "fsdp_config": config}
+    if engine.startswith("zero"):
+        zero = {"stage": int(engine[-1]), "stage3_param_persistence_threshold": 1000}  # some stay whole, some do not
+        auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+        config = {"zero_optimization": zero, "zero_allow_untested_optimizer": True, "bf16": {"enabled": "auto"}}
+        return {"deepspeed": {**config, **dict.fromkeys(auto, "auto")}, "use_cpu": False}
     return {}
 
 
@@ -80,6 +95,7 @@ def train_case(case: Case, folder: Path, *, batch_size: int, resume: str | None 
     }
     if options.get("gradient_checkpointing"):
         options["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    unset_hf_deepspeed_config()  # an earlier run's would have ZeRO-3 split the model while it is made
     model = tiny(name)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):  # each process draws its own
@@ -98,7 +114,13 @@ def state(trainer: Any) -> dict[str, Any]:
 def launch(engine: str, folder: Path) -> None:
     """Run every case of an engine in one pair of processes: importing alone takes seconds."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if engine.startswith("zero"):
+        tools = str(Path(sys.executable).parent)  # ninja, with which DeepSpeed compiles what moves tensors over CPUs
+        environment |= {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu"}
+        environment["PATH"] = f"{tools}{os.pathsep}{environment['PATH']}"
+    else:
+        environment["ACCELERATE_USE_CPU"] = "true"
     done = subprocess.run(
         [*command, "-m", "tests.engine_worker", engine, str(folder)],
         capture_output=True, text=True, check=False, env=environment,

@@ -28,16 +28,25 @@ class AnchorPull:
         groups: from `split_groups(..., tag="anchor", weight_decay=0.0)`.
         starts: for each held name, the start of its held rows, on the parameter's device.
         mode: the strength.
+        parts_of: under ZeRO, where groups hold flat masters: what is pulled in one of them, each beside its start.
+            None (default): the groups' members.
     """
 
-    def __init__(self, groups: RoutingGroups, starts: Mapping[str, Tensor], mode: Anchor) -> None:
+    def __init__(
+        self,
+        groups: RoutingGroups,
+        starts: Mapping[str, Tensor],
+        mode: Anchor,
+        parts_of: Callable[[Tensor], list[tuple[Tensor, Tensor]]] | None = None,
+    ) -> None:
         check_anchor_rate(groups.tagged, mode)
         self.groups = groups
         self.mode = mode
         self._starts: dict[nn.Parameter, Tensor] = {}
-        for member, (held, at) in groups.members.items():
+        for member, (held, at) in groups.members.items() if parts_of is None else ():
             start = starts[held.name]
             self._starts[member] = start if at is None else _slice_of(start, held, at)
+        self._parts_of = parts_of or self._parts_of_member
         self.before: Callable[[], None] | None = None  # called around each pull, by whoever watches it
         self.after: Callable[[], None] | None = None
         self._hook: Any = groups.optimizer.register_step_post_hook(lambda *_: self.pull())
@@ -48,14 +57,16 @@ class AnchorPull:
         if self.before is not None:
             self.before()
         for group in self.groups.tagged:
-            members = [p for p in group["params"] if p in self._starts]
-            torch._foreach_lerp_(
-                [local_tensor(p) for p in members],
-                [self._starts[p] for p in members],
-                float(group["lr"]) * self.mode.strength,
-            )
+            parts = [part for p in group["params"] for part in self._parts_of(p)]
+            if parts:
+                torch._foreach_lerp_(
+                    [now for now, _ in parts], [start for _, start in parts], float(group["lr"]) * self.mode.strength
+                )
         if self.after is not None:
             self.after()
+
+    def _parts_of_member(self, member: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return [(local_tensor(member), self._starts[member])] if member in self._starts else []  # type: ignore[index]
 
     def start_of(self, member: nn.Parameter) -> Tensor:
         """Where a tagged parameter (or view of rows) is pulled to."""

@@ -73,18 +73,20 @@ class Frozen:
             ]
 
     def follow(self, held: Sequence[Held]) -> None:
-        """Go on with what has come to stand for the parameters: under FSDP2, their shards in this process.
+        """Go on with what has come to stand for the parameters: their shards in this process.
 
         Args:
             held: every held parameter, under the names that it had when it was frozen.
         """
         by_name = {h.name: h for h in held}
-        for hook in self._gradient_hooks:
-            hook.remove()
-        self._gradient_hooks.clear()
+        old = self.rows
         self.whole, self.rows, self.before = (
-            [by_name[h.name] for h in old] for old in (self.whole, self.rows, self.before)
+            [by_name[h.name] for h in members] for members in (self.whole, self.rows, self.before)
         )
+        if any(h.whole is not before.whole for h, before in zip(self.rows, old, strict=True)):
+            for hook in self._gradient_hooks:  # they stay on the same parameters: ZeRO's own hooks come after them
+                hook.remove()
+            self._gradient_hooks.clear()
         self.take_start()
         self.hold_rows()
 
@@ -144,7 +146,8 @@ def freeze(model: nn.Module, routes: Routes) -> Frozen:
 def _clearing(held: Held) -> Callable[[Tensor], None]:
     def clear(parameter: Tensor) -> None:
         if parameter.grad is not None:
-            clear_rows(local_tensor(parameter.grad), held.rows, held.dim)
+            rows, dim = held.gradient_rows
+            clear_rows(local_tensor(parameter.grad), rows, dim)
 
     return clear
 

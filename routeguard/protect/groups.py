@@ -96,11 +96,15 @@ class RoutingGroups:
             )
         self.members = {p: (by_parameter[id(p)], None) for p in tensors}
 
-    def arm(self) -> None:
-        """Check before each step, and hand row views their gradients; idempotent, and again after `remove`."""
+    def arm(self, *, check: bool = True) -> None:
+        """Check before each step, and hand row views their gradients; idempotent, and again after `remove`.
+
+        `check=False` leaves the checking to the caller: ZeRO shows the optimizer one group at a time while it steps.
+        """
         if self._hooks:
             return
-        self._hooks.append(self.optimizer.register_step_pre_hook(lambda *_: self.check()))
+        if check:
+            self._hooks.append(self.optimizer.register_step_pre_hook(lambda *_: self.check()))
         for views in self.views:
             views.arm()
         if self.views:

@@ -58,7 +58,7 @@ class Held:
 
     @property
     def num_elements(self) -> int:
-        if self.rows is None:
+        if self.rows is None or not self.parameter.numel():
             return self.parameter.numel()
         return self.parameter.numel() // self.parameter.shape[self.dim] * sum(b - a for a, b in self.rows)
 
@@ -70,6 +70,11 @@ class Held:
     def whole(self) -> nn.Parameter:
         """The parameter in the model, of which a shard is only this process' part."""
         return self.parameter
+
+    @property
+    def gradient_rows(self) -> tuple[Rows | None, int]:
+        """The held rows, and their dimension, in the gradient that this process sees."""
+        return self.rows, self.dim
 
     @property
     def share(self) -> float:

@@ -11,8 +11,12 @@ _TORCH = ["SGD", "ASGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad",
 _PAGED = ["PagedAdam", "PagedAdamW", "PagedLion"]
 _BITSANDBYTES = ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Lion", "AdEMAMix", *_PAGED]
 
+_DEEPSPEED = ["FusedAdam", "DeepSpeedCPUAdam", "FusedLion", "DeepSpeedCPULion", "DeepSpeedCPUAdagrad"]
+
 # Update of an entry depends on that entry's gradient and state alone (8-bit variants: on its quantisation block).
-ELEMENTWISE = frozenset([*_TORCH, *_BITSANDBYTES, "PagedAdEMAMix", *(f"{name}32bit" for name in _BITSANDBYTES)])
+ELEMENTWISE = frozenset(
+    [*_TORCH, *_BITSANDBYTES, "PagedAdEMAMix", *(f"{name}32bit" for name in _BITSANDBYTES), *_DEEPSPEED]
+)
 _BLOCKWISE = frozenset(f"{name}8bit" for name in [*_BITSANDBYTES, "PagedAdEMAMix"])
 # torch's own, for which views of one tensor are proved bit-equal to separate tensors in the tests.
 VIEW_EXACT = frozenset(["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop"])
@@ -20,8 +24,9 @@ _WITHOUT_LEARNING_RATE = ("prodigy", "dadapt", "schedulefree", "schedule_free", 
 
 
 def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The torch optimizer inside accelerate's (or a nested) wrapper."""
-    while not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer).__name__ == "AcceleratedOptimizer":
+    """The torch optimizer inside the wrappers of accelerate and DeepSpeed."""
+    wrappers = ("AcceleratedOptimizer", "DeepSpeedOptimizerWrapper")  # themselves torch optimizers by class
+    while not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer).__name__ in wrappers:
         inner = getattr(optimizer, "optimizer", None)
         if inner is None or inner is optimizer:
             break

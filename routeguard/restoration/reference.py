@@ -31,7 +31,8 @@ from routeguard.restoration.meaning import meaning_of
 from routeguard.routes.collection import Route, Rows
 from routeguard.routes.in_memory import is_quantised
 from routeguard.sharding.processes import from_the_first, is_first_process
-from routeguard.sharding.whole import is_distributed_tensor, local_tensor, whole_tensor
+from routeguard.sharding.split import is_split
+from routeguard.sharding.whole import whole_tensor
 from routeguard.storage.durable import written_beside
 from routeguard.storage.row_bytes import locate_rows
 
@@ -121,7 +122,7 @@ def capture_reference(
         ValueError: a parameter has no values here (meta device), or is split over processes without `gather`.
     """
     captured = [piece for piece in held if not is_quantised(piece.parameter)]
-    gathers = gather and any(is_distributed_tensor(piece.parameter) for piece in captured)
+    gathers = gather and any(is_split(piece.parameter) for piece in captured)
     if not gathers:
         for piece in captured:
             refuse_unreadable(piece)
@@ -149,7 +150,7 @@ def _snapshot(held: Sequence[Held], *, keep: bool) -> dict[str, Tensor]:
         parameter = whole_tensor(piece.parameter)
         if not keep:
             continue
-        at = local_tensor(piece.parameter).data_ptr()
+        at = id(piece.parameter) if is_split(piece.parameter) else parameter.data_ptr()
         key = (at, parameter.shape, parameter.stride(), parameter.dtype, piece.rows, piece.dim)
         if key not in kept:
             kept[key] = take_rows(parameter, piece.rows, piece.dim).to("cpu", copy=True).contiguous()

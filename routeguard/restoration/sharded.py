@@ -73,5 +73,5 @@ def _layers(
 
 def _num_rows(shard: Shard) -> int:
     if shard.whole_rows is None:
-        return shard.shape[shard.dim]
+        return shard.shape[shard.whole_dim]
     return sum(stop - start for start, stop in shard.whole_rows)

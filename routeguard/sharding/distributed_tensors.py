@@ -44,4 +44,5 @@ def shard_of(held: Held) -> Shard:
         dim=held.dim,
         copies=replicas * max(outside, 1),
         cut=cut,
+        whole_gradient=False,
     )

@@ -22,33 +22,40 @@ class Shard(Held):
     """The local part of a held parameter. `parameter` is a plain tensor in the shard's memory, `rows` lie in it.
 
     Attributes:
-        split: the parameter as the model has it, a DTensor.
+        split: the parameter as the model has it.
         shape: of the whole parameter.
-        whole_rows: the held rows in the whole parameter.
+        whole_rows, whole_dim: the held rows in the whole parameter.
         copies: how many processes have these very entries; sums over all processes count each only once.
         cut: the local part of any tensor that has the whole parameter's shape.
+        whole_gradient: whether gradients come whole (ZeRO), and not split like the parameter (FSDP2).
     """
 
     split: nn.Parameter
     shape: tuple[int, ...]
     whole_rows: Rows | None
+    whole_dim: int
     copies: int
     cut: Callable[[Tensor], Tensor]
+    whole_gradient: bool
 
     @property
     def whole(self) -> nn.Parameter:
         return self.split
 
     @property
+    def gradient_rows(self) -> tuple[Rows | None, int]:
+        return (self.whole_rows, self.whole_dim) if self.whole_gradient else (self.rows, self.dim)
+
+    @property
     def share(self) -> float:
         return 1 / self.copies
 
     def start_of(self, values: Tensor) -> Tensor:
-        """The local part of the held rows' start, of which `values` are all rows, concatenated along `dim`."""
+        """The local part of the held rows' start; `values` are all of them, concatenated along their dimension."""
         if self.whole_rows is None:
             return self.cut(values)
         spread = torch.zeros(self.shape, dtype=values.dtype, device=values.device)
-        put_rows(spread, self.whole_rows, values, self.dim)
+        put_rows(spread, self.whole_rows, values, self.whole_dim)
         return take_rows(self.cut(spread), self.rows, self.dim).clone()
 
 
@@ -60,6 +67,7 @@ def make_shard(
     dim: int,
     copies: int,
     cut: Callable[[Tensor], Tensor],
+    whole_gradient: bool,
 ) -> Shard:
     """The shard of a held parameter.
 
@@ -68,7 +76,7 @@ def make_shard(
         local: a tensor in the shard's memory.
         shape: of the whole parameter.
         dim: along which dimension of `local` its rows lie.
-        copies, cut: as in `Shard`.
+        copies, cut, whole_gradient: as in `Shard`.
 
     Raises ValueError where the engine splits the inside of rows, so that no local rows are the held ones.
     """
@@ -87,8 +95,10 @@ def make_shard(
         split=held.parameter,
         shape=tuple(shape),
         whole_rows=held.rows,
+        whole_dim=held.dim,
         copies=copies,
         cut=cut,
+        whole_gradient=whole_gradient,
     )
 
 

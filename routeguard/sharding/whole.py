@@ -23,7 +23,14 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """All of a DTensor, gathered from every process, each of which must call it; any other tensor itself."""
+    """All of a DTensor, or of a parameter under ZeRO-3, gathered from every process, each of which must call it.
+
+    Any other tensor itself.
+    """
     if is_distributed_tensor(tensor):
         tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+    elif hasattr(tensor, "ds_id"):
+        from routeguard.sharding.zero import gathered
+
+        tensor = gathered(tensor)
     return tensor.detach()

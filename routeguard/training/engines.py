@@ -14,23 +14,40 @@ def refuse_unsupported_engine(trainer: Any, protect: Protection, restore: Restor
     engine = sharding_engine(trainer)
     if engine is None:
         return
-    if engine == "FSDP2":
-        if isinstance(restore, QKPro):
-            raise ValueError(
-                "restore='qk_pro' needs whole matrices, which FSDP2 splits over processes; train with restore='qk', or "
-                "restore the saved checkpoint: routeguard restore BASE TUNED --out FIXED --method qk_pro"
-            )
+    if isinstance(restore, QKPro):
+        raise ValueError(
+            f"restore='qk_pro' needs whole matrices, which {engine} splits over processes; train with restore='qk', or "
+            "restore the saved checkpoint: routeguard restore BASE TUNED --out FIXED --method qk_pro"
+        )
+    if engine == "DeepSpeed":
+        _refuse_own_blocks(trainer, protect)
+    if engine != "FSDP1":
         return
     if not isinstance(protect, Freeze) or restore is not None:
         raise ValueError(
-            f"protect={protect.name!r}{'' if restore is None else ' with restore'} is not supported under {engine} in "
-            "this version (parameters are flattened there); use RouteGuard() (freeze) and restore the saved checkpoint "
-            "afterwards, or train with FSDP2 (fsdp_version: 2)"
+            f"protect={protect.name!r}{'' if restore is None else ' with restore'} is not supported under FSDP1 "
+            "(parameters are flattened there); use RouteGuard() (freeze) and restore the saved checkpoint afterwards, "
+            "or train with FSDP2 (fsdp_version: 2)"
         )
-    if engine == "FSDP1" and not trainer.accelerator.state.fsdp_plugin.use_orig_params:
+    if not trainer.accelerator.state.fsdp_plugin.use_orig_params:
         raise ValueError(
             "FSDP1 without use_orig_params flattens frozen and trainable parameters into one; set "
             "fsdp_config={'use_orig_params': True}, or use FSDP2 (fsdp_version: 2)"
+        )
+
+
+def _refuse_own_blocks(trainer: Any, protect: Protection) -> None:
+    """Raise ValueError for blocks of a DeepSpeed config that would take routing's groups or rates away."""
+    config = getattr(trainer.accelerator.state.deepspeed_plugin, "deepspeed_config", {})
+    if isinstance(protect, (LowLR, Anchor)) and "optimizer" in config:
+        raise ValueError(
+            f"the DeepSpeed config has its own 'optimizer' block, so DeepSpeed makes the optimizer and {protect.name} "
+            "cannot give routing a group of its own; remove the block (TrainingArguments then choose the optimizer)"
+        )
+    if isinstance(protect, LowLR) and "scheduler" in config:
+        raise ValueError(
+            "the DeepSpeed config has its own 'scheduler' block, which sets the rate of every group alike and would "
+            "undo LowLR; remove the block (TrainingArguments then choose the schedule)"
         )
 
 
@@ -40,10 +57,11 @@ def refuse_split_rows(trainer: Any, protect: Protection, held: Sequence[Held]) -
     if engine is None:
         return
     rows = [h.name for h in held if h.rows is not None and h.trainable]
-    if rows and (engine != "FSDP2" or isinstance(protect, (LowLR, Anchor))):
+    if rows and (engine == "FSDP1" or isinstance(protect, (LowLR, Anchor))):
         raise ValueError(
             f"{rows[0]} (and {len(rows) - 1} more) holds routing rows beside others, which {protect.name} cannot treat "
-            f"apart inside {engine}'s shards; use RouteGuard() (freeze) under FSDP2, or train without sharding"
+            f"apart inside {engine}'s shards; use RouteGuard() (freeze) under FSDP2 or DeepSpeed, or train without "
+            "sharding"
         )
     adapters = [h.name for h in held if h.part != "base"]
     if adapters and not isinstance(protect, Freeze):

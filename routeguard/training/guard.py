@@ -17,7 +17,6 @@ from routeguard.protect.modes import (
     as_protection,
     as_restoration,
 )
-from routeguard.protect.optimizers import inner_optimizer
 from routeguard.routes.collection import ROUTING_ROLES, Role, Routes
 from routeguard.training.engines import refuse_split_rows, refuse_unsupported_engine, sharding_engine
 from routeguard.training.protector import Protector
@@ -204,7 +203,7 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         if frozen is not None:
             self._protector.refuse_unfrozen()
             frozen.hold_rows()
-            if sharding_engine(trainer) in ("DeepSpeed", "FSDP1"):
+            if sharding_engine(trainer) == "FSDP1":
                 print(
                     f"routeguard: {len(frozen.whole)} routing tensors frozen; drift is not logged here",
                     flush=True,
@@ -215,7 +214,7 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         self._session = Session(
             guard=self,
             model=self._protector.model,
-            optimizer=inner_optimizer(kwargs["optimizer"]),
+            optimizer=kwargs["optimizer"],
             scheduler=kwargs.get("lr_scheduler"),
             frozen=frozen,
             groups=self._protector.groups,

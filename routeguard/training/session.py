@@ -18,6 +18,7 @@ from routeguard.protect.freeze import Frozen
 from routeguard.protect.groups import RoutingGroups
 from routeguard.protect.held import Held, held_parameters
 from routeguard.protect.modes import Anchor, Freeze, Restoration
+from routeguard.protect.optimizers import inner_optimizer
 from routeguard.restoration.in_memory import restore
 from routeguard.restoration.reference import save_reference
 from routeguard.restoration.report import RestoreReport
@@ -25,6 +26,7 @@ from routeguard.restoration.sharded import restore_shards
 from routeguard.sharding.processes import sum_over_processes
 from routeguard.sharding.shard import Shard
 from routeguard.sharding.split import shards_of
+from routeguard.sharding.zero import is_partitioned, publish_masters, pulls_of, zero_optimizer
 from routeguard.storage.durable import write_json
 from routeguard.training.log_metrics import LogWrapper
 from routeguard.training.resolution import ResolutionWatch
@@ -47,7 +49,7 @@ class Session:
         self,
         guard: RouteGuard,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Any,
         *,
         scheduler: Any,
         frozen: Frozen | None,
@@ -75,6 +77,13 @@ class Session:
         resumed = resumed_from is not None or resumed_step > 0
         whole = held_parameters(model, guard.routes)
         self.shards = shards_of(whole)
+        self.optimizer = optimizer
+        self.zero = any(is_partitioned(h.parameter) for h in whole)
+        if self.zero and zero_optimizer(optimizer) is None:
+            raise ValueError(
+                "DeepSpeed keeps float32 masters here without ZeRO (stage 0 in 16 bits), which routeguard does not "
+                "read; use ZeRO stage 1, 2 or 3"
+            )
         held: Sequence[Held] = self.shards or whole
         refuse_nan(held)
         start = find_start(
@@ -93,12 +102,12 @@ class Session:
         self.starts = start_values(held, start.reference, fresh=not resumed, earlier=start.shards)
         self.start = start if self.shards is None else replace(start, shards=self.starts)
         try:
-            self._start_protection(optimizer, scheduler, self.starts)
+            self._start_protection(inner_optimizer(optimizer), scheduler, self.starts)
             self.still = Stillness(frozen) if frozen is not None else None
             if not isinstance(guard.protect, Freeze):
                 total = None if self.shards is None else sum_over_processes
                 self.meter = DriftMeter(model, guard.routes, held, self.starts, total=total)
-            self.summary = self._summary(held, optimizer)
+            self.summary = self._summary(whole, inner_optimizer(optimizer))
             if is_main:
                 self._write_start(resumed_step)
             if trainer is not None:
@@ -110,6 +119,8 @@ class Session:
     def after_step(self, step: int) -> None:
         """Queue this step's drift on the device."""
         self._step = step
+        if self.groups is not None and self.zero:
+            self.groups.check()
         if self.meter is not None:
             self.meter.measure(step)
             if self.meter.num_pending >= _MAX_PENDING:
@@ -172,7 +183,10 @@ class Session:
         assert self.guard.routes is not None and self.meter is not None
         self.meter.measure(self._step)
         drift = self.meter.read()[-1].factors
-        return restore_shards(shards, self.starts, self.guard.routes, method, drift, self.start.origin)
+        report = restore_shards(shards, self.starts, self.guard.routes, method, drift, self.start.origin)
+        if self.zero:
+            publish_masters(self.optimizer)
+        return report
 
     # -- building --------------------------------------------------------------------------------------------------
 
@@ -183,13 +197,15 @@ class Session:
             self.frozen.take_start()  # the weights of a resumed checkpoint came after the freeze
             self.frozen.attach(optimizer)
         if self.groups is not None:
-            if self.shards is not None:
+            if self.shards is not None and not self.zero:
                 self.groups.follow(self.shards)
             self.groups.reassert(scheduler)
-            self.groups.arm()
+            self.groups.remove()
+            self.groups.arm(check=not self.zero)
             self.groups.check()
             if isinstance(self.guard.protect, Anchor):
-                self.pull = AnchorPull(self.groups, starts, self.guard.protect)
+                parts_of = pulls_of(self.shards, starts) if self.zero and self.shards is not None else None
+                self.pull = AnchorPull(self.groups, starts, self.guard.protect, parts_of)
             self.watch = ResolutionWatch(self.groups, self.pull)
 
     def _summary(self, held: Sequence[Held], optimizer: torch.optim.Optimizer) -> str:

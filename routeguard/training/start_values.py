@@ -35,7 +35,7 @@ def start_values(
         if reference.known_digest or (h.canonical not in reference.tensors and h.part != "base" and fresh):
             values = take_rows(h.parameter.detach(), h.rows, h.dim)  # the live weights are the start
         elif isinstance(h, Shard):
-            values = h.start_of(reference.values(h.canonical, h.whole_rows, h.dim))
+            values = h.start_of(reference.values(h.canonical, h.whole_rows, h.whole_dim))
         else:
             values = reference.values(h.canonical, h.rows, h.dim)
         starts[h.name] = values.to(h.parameter.device, h.parameter.dtype, copy=True)
