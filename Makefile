@@ -34,6 +34,7 @@ format: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.recall
 
 bench-gpu: $(VENV)/ready
 	$(BIN)/python -m benchmarks --device cuda
