@@ -113,19 +113,21 @@ def state(trainer: Any) -> dict[str, Any]:
 
 def launch(engine: str, folder: Path) -> None:
     """Run every case of an engine in one pair of processes: importing alone takes seconds."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = distributed("tests.engine_worker", engine, str(folder), deepspeed=engine.startswith("zero"))
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+def distributed(module: str, *arguments: str, deepspeed: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run a module of the tests as two processes over gloo."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    if engine.startswith("zero"):
+    if deepspeed:
         tools = str(Path(sys.executable).parent)  # ninja, with which DeepSpeed compiles what moves tensors over CPUs
         environment |= {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu"}
         environment["PATH"] = f"{tools}{os.pathsep}{environment['PATH']}"
     else:
         environment["ACCELERATE_USE_CPU"] = "true"
-    done = subprocess.run(
-        [*command, "-m", "tests.engine_worker", engine, str(folder)],
-        capture_output=True, text=True, check=False, env=environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-6000:]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", module]
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, check=False, env=environment)
 
 
 def loaded(folder: Path, name: str, rank: int = 0) -> dict[str, Any]:

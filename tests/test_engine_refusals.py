@@ -15,14 +15,15 @@ from routeguard.training.engines import refuse_split_rows, refuse_unsupported_en
 from tests.loops import tiny
 
 
-def trainer(engine: str | None, *, use_orig_params: bool = True) -> Any:
-    """What the checks look at of a Trainer on an engine."""
+def trainer(engine: str | None, *, use_orig_params: bool = True, **deepspeed: Any) -> Any:
+    """What the checks look at of a Trainer on an engine; `deepspeed` are blocks of its config."""
     version = 1 if engine == "FSDP1" else 2
     plugin = SimpleNamespace(fsdp_version=version, use_orig_params=use_orig_params)
+    state = SimpleNamespace(fsdp_plugin=plugin, deepspeed_plugin=SimpleNamespace(deepspeed_config=deepspeed))
     return SimpleNamespace(
         is_deepspeed_enabled=engine == "DeepSpeed",
         is_fsdp_enabled=engine in ("FSDP1", "FSDP2"),
-        accelerator=SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)),
+        accelerator=SimpleNamespace(state=state),
     )
 
 
@@ -37,7 +38,7 @@ def test_the_engine_is_named(engine: str | None) -> None:
         ("FSDP1", LowLR(0.1), None, "flattened"),
         ("FSDP1", Anchor(1.0), None, "fsdp_version: 2"),
         ("FSDP1", Track(), QKRestore(), "with restore"),
-        ("DeepSpeed", Track(), None, "DeepSpeed"),
+        ("DeepSpeed", Track(), QKPro(), "whole matrices"),
         ("FSDP2", Track(), QKPro(), "whole matrices"),
     ],
 )
@@ -54,6 +55,27 @@ def test_fsdp1_needs_the_original_parameters() -> None:
 
 
 @pytest.mark.parametrize(
+    ("protect", "block", "refused"),
+    [
+        (LowLR(0.1), "optimizer", True),
+        (Anchor(1.0), "optimizer", True),
+        (Freeze(), "optimizer", False),
+        (Track(), "optimizer", False),
+        (LowLR(0.1), "scheduler", True),
+        (Anchor(1.0), "scheduler", False),
+    ],
+)
+def test_blocks_of_a_deepspeed_config_that_take_routing_over(protect: Any, block: str, refused: bool) -> None:
+    theirs = trainer("DeepSpeed", **{block: {"type": "any"}})
+    if refused:
+        with pytest.raises(ValueError, match=f"its own '{block}' block"):
+            refuse_unsupported_engine(theirs, protect, None)
+    else:
+        refuse_unsupported_engine(theirs, protect, None)
+    refuse_unsupported_engine(trainer("DeepSpeed"), protect, None)
+
+
+@pytest.mark.parametrize(
     ("engine", "protect", "refused"),
     [
         ("FSDP2", Freeze(), False),
@@ -61,7 +83,8 @@ def test_fsdp1_needs_the_original_parameters() -> None:
         ("FSDP2", LowLR(0.1), True),
         ("FSDP2", Anchor(1.0), True),
         ("FSDP1", Freeze(), True),
-        ("DeepSpeed", Freeze(), True),
+        ("DeepSpeed", Freeze(), False),
+        ("DeepSpeed", Anchor(1.0), True),
         (None, LowLR(0.1), False),
     ],
 )

@@ -21,21 +21,22 @@ def dataset(rows: int = 24, length: int = 16) -> Dataset:
 
 
 def arguments(output: Path, **changes: Any) -> TrainingArguments:
-    return TrainingArguments(**{**_settings(output), **changes})
+    return TrainingArguments(**{**settings(output), **changes})
 
 
 def sft_arguments(output: Path, **changes: Any) -> SFTConfig:
-    settings = {
-        **_settings(output),
+    options = {
+        **settings(output),
         "dataset_kwargs": {"skip_prepare_dataset": True},
         "max_length": None,
         "bf16": False,
         "gradient_checkpointing": False,
     }
-    return SFTConfig(**{**settings, **changes})
+    return SFTConfig(**{**options, **changes})
 
 
-def _settings(output: Path) -> dict[str, Any]:
+def settings(output: Path) -> dict[str, Any]:
+    """Four short steps with accumulation, decay and clipping."""
     return {
         "output_dir": str(output),
         "max_steps": 4,
@@ -79,7 +80,7 @@ def make(
     set_seed(3)
     options = {"train_dataset": dataset(), "callbacks": list(callbacks), **(trainer_options or {})}
     if sft:
-        return SFTTrainer(model, args=sft_arguments(output, **changes), processing_class=_tokenizer(), **options)
+        return SFTTrainer(model, args=sft_arguments(output, **changes), processing_class=tokenizer(), **options)
     return Trainer(model, args=arguments(output, **changes), **options)
 
 
@@ -88,12 +89,14 @@ def parameters(trainer: Trainer) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
 
 
-def _tokenizer() -> Any:
-    """The smallest tokenizer SFTTrainer accepts; the rows are tokenised already."""
+def tokenizer() -> Any:
+    """The smallest tokenizer TRL accepts: words "w2" to "w79", apart by spaces."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
     words = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, HIGH)}}
     model = Tokenizer(WordLevel(words, "<pad>"))
+    model.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", eos_token="<eos>")

@@ -1,0 +1,62 @@
+"""One of two DDP processes that is killed in the middle of a step, or in the restore at the end, or that resumes.
+
+python -m torch.distributed.run --nproc_per_node 2 -m tests.fault_worker FOLDER straight|step|restore|resume
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from routeguard import QKRestore, RouteGuard, Track
+from routeguard.training import session
+from tests.loops import tiny
+from tests.trainers import run
+
+KILLED = 9
+
+
+class KilledInStep(TrainerCallback):
+    """The second process dies in step 3, after the gradients and before the optimizer."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2 and os.environ["RANK"] == "1":
+            os._exit(KILLED)
+
+
+def killed_in_restore(model: Any, *arguments: Any, **options: Any) -> Any:
+    """Half of the queries and keys have been written when the process dies."""
+    with torch.no_grad():
+        routed = [p for name, p in model.named_parameters() if name.endswith(("q_proj.weight", "k_proj.weight"))]
+        for parameter in routed[: len(routed) // 2]:
+            parameter.zero_()
+    os._exit(KILLED)
+
+
+def main(folder: Path, what: str) -> None:
+    if what == "restore":
+        session.restore = killed_in_restore  # type: ignore[assignment]
+    callbacks = [KilledInStep()] if what == "step" else []
+    resume = None
+    if what == "resume":
+        resume = str(max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1])))
+    trainer = run(
+        tiny("lfm2"),
+        folder,
+        RouteGuard(Track(), QKRestore()),
+        *callbacks,
+        resume=resume,
+        train_sampling_strategy="sequential",
+        save_strategy="steps",
+        save_steps=2,
+    )
+    torch.save(dict(trainer.model.named_parameters()), folder / f"end.{os.environ['RANK']}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
