@@ -56,6 +56,7 @@ _EXPORTS = {
     "locality": "routeguard.diagnostics.locality",
     "attention_map": "routeguard.diagnostics.routing_picture",
     "routing_picture": "routeguard.diagnostics.routing_picture",
+    "needle_prompt": "routeguard.diagnostics.needle_prompt",
     "layer_importance": "routeguard.diagnostics.importance",
     "head_importance": "routeguard.diagnostics.importance",
     "drift_report": "routeguard.diagnostics.drift_report",
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from routeguard.diagnostics.gradient import gradient_locality
     from routeguard.diagnostics.importance import head_importance, layer_importance
     from routeguard.diagnostics.locality import locality
+    from routeguard.diagnostics.needle_prompt import needle_prompt
     from routeguard.diagnostics.routing_picture import attention_map, routing_picture
     from routeguard.drift.meter import DriftMeter, track
     from routeguard.drift.record import read_record as read_drift
