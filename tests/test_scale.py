@@ -166,7 +166,7 @@ def test_even_the_emptiest_process_has_little_beside_its_states(name: str) -> No
     for mode, engine, devices in _runs(model):
         kept = start_bytes(model.tensors, mode, engine, devices)
         states = state_bytes(model.tensors, mode, engine, devices)
-        assert float(np.max(kept / states)) < (0.031 if engine == "FSDP2" else 0.01)
+        assert float(np.max(kept / states)) < (0.033 if engine == "FSDP2" else 0.01)
         assert kept.max() < 0.01 * states.max()
 
 
