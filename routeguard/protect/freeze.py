@@ -3,6 +3,9 @@
 Whole parameters lose `requires_grad` (no gradient, no optimizer state, nothing to put back). A row range inside a
 trainable parameter gets zero gradient as soon as it is accumulated, so it adds nothing to the clipped norm, and is
 copied back after each optimizer step, because weight decay moves even rows without a gradient.
+
+PEFT makes a whole adapter trainable again whenever it is switched off and on, as DPO and GRPO do for the reference
+policy at every step. Frozen adapter parameters therefore drop whatever gradient reaches them all the same.
 """
 
 from __future__ import annotations
@@ -66,11 +69,18 @@ class Frozen:
             put_rows(held.parameter, held.rows, self.start[held.name], held.dim)
 
     def hold_rows(self) -> None:
-        """Zero the held rows' gradients from now on; idempotent, and again after `detach`."""
+        """Zero the gradients of held rows and of frozen adapters from now on; idempotent, and again after `detach`."""
         if not self._gradient_hooks:
-            self._gradient_hooks += [
-                held.whole.register_post_accumulate_grad_hook(_clearing(held)) for held in self.rows
-            ]
+            self._gradient_hooks += [_hooked(held.whole, _clearing(held)) for held in self.rows]
+            self._gradient_hooks += [_hooked(held.whole, _drop) for held in self._adapters()]
+
+    def freeze_again(self) -> None:
+        """Freeze adapters that PEFT has made trainable by switching them; without their gradients nothing was lost."""
+        for held in self._adapters():
+            held.whole.requires_grad_(False)
+
+    def _adapters(self) -> list[Held]:
+        return [held for held in self.whole if held.part != "base"]
 
     def follow(self, held: Sequence[Held]) -> None:
         """Go on with what has come to stand for the parameters: their shards in this process.
@@ -79,11 +89,12 @@ class Frozen:
             held: every held parameter, under the names that it had when it was frozen.
         """
         by_name = {h.name: h for h in held}
-        old = self.rows
+        old = [*self.rows, *self._adapters()]
         self.whole, self.rows, self.before = (
             [by_name[h.name] for h in members] for members in (self.whole, self.rows, self.before)
         )
-        if any(h.whole is not before.whole for h, before in zip(self.rows, old, strict=True)):
+        new = [*self.rows, *self._adapters()]
+        if any(h.whole is not before.whole for h, before in zip(new, old, strict=True)):
             for hook in self._gradient_hooks:  # they stay on the same parameters: ZeRO's own hooks come after them
                 hook.remove()
             self._gradient_hooks.clear()
@@ -141,6 +152,18 @@ def freeze(model: nn.Module, routes: Routes) -> Frozen:
         h.whole.requires_grad_(False)
     frozen.hold_rows()
     return frozen
+
+
+def _hooked(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> Any:
+    """The handle of a post-accumulate hook, which torch registers on trainable parameters only."""
+    trainable = parameter.requires_grad
+    handle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(trainable)
+    return handle
+
+
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 def _clearing(held: Held) -> Callable[[Tensor], None]:

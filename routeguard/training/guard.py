@@ -149,6 +149,7 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         def create_optimizer(*args: Any, **kwargs: Any) -> Any:
             if trainer.model is not self._protector.model:
                 self._protector.hold(trainer.model)
+            self._protector.refuse_unfrozen()  # before the optimizer is given them
             self._refuse_changed_resume(trainer)
             optimizer = original(*args, **kwargs)
             self._protector.split(optimizer)

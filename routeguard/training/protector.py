@@ -89,9 +89,10 @@ class Protector:
             self.groups = split_groups(inner, held, tag=LowLR.name, scale=self.protect.scale)
 
     def refuse_unfrozen(self) -> None:
-        """Raise ValueError when something has made frozen parameters trainable again."""
+        """Raise ValueError when something has made frozen parameters trainable again (PEFT may, and is undone)."""
         if self.frozen is None:
             return
+        self.frozen.freeze_again()
         for held in (*self.frozen.whole, *self.frozen.before):
             if held.trainable:
                 raise ValueError(f"{held.name} was frozen and is trainable again: something unfroze it before train()")

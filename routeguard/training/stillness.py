@@ -34,6 +34,7 @@ class Stillness:
 
     def check(self) -> None:
         """Raise RuntimeError, naming the tensor, if a frozen one changed or became trainable. Waits for the device."""
+        self._frozen.freeze_again()
         for held in self._still:
             if held.trainable:
                 raise RuntimeError(
