@@ -69,13 +69,14 @@ def main(engine: str, folder: Path) -> None:
     elif engine.startswith("zero"):
         let_accelerate_run_deepspeed_on_cpus()
     for name, case in CASES[engine].items():
-        trainer = train_case(case, folder / name, batch_size=2, **settings(engine, case[0]))
+        trainer = train_case(case, folder / name, batch_size=2, **settings(engine, name))
         torch.save(state(trainer), folder / f"{name}.{rank}.pt")
         if engine.startswith("zero") and "restored" in name:
             torch.save(consolidated(trainer, folder / f"saved {name}"), folder / f"zero_to_fp32 {name}.{rank}.pt")
     for mode in RESUMED:
-        case = CASES[engine][f"whole tensors, {mode}"]
-        options = {"batch_size": 2, **SAVING, **settings(engine, case[0])}
+        name = f"whole tensors, {mode}"
+        case = CASES[engine][name]
+        options = {"batch_size": 2, **SAVING, **settings(engine, name)}
         output = folder / f"resumed {mode}"
         torch.save(state(train_case(case, output, **options)), folder / f"straight {mode}.{rank}.pt")
         trainer = train_case(case, output, resume=str(output / "checkpoint-2"), **options)

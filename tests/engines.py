@@ -13,6 +13,7 @@ import torch
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from routeguard import Anchor, LowLR, QKRestore, RouteGuard, Track, find_routes
+from routeguard.routes.names import without_late_wrappers
 from routeguard.sharding.whole import whole_tensor
 from tests.loops import tiny
 from tests.trainers import run
@@ -42,6 +43,7 @@ CASES: dict[str, dict[str, Case]] = {
         **{f"fused, {mode}": ("phi3", mode, {}) for mode in ("unguarded", *HELD)},
         **{f"columns, {mode}": ("gpt2", mode, {}) for mode in ("unguarded", *HELD)},
         **{f"bf16 mixed, {mode}": ("lfm2", mode, {"bf16": True}) for mode in GUARDS},
+        **{f"checkpointing, {mode}": ("lfm2", mode, {}) for mode in ("unguarded", "freeze", "anchor", "restored")},
     },
     **{
         engine: {
@@ -55,8 +57,9 @@ CASES: dict[str, dict[str, Case]] = {
 }
 
 
-def settings(engine: str, case: str) -> dict[str, Any]:
-    """What the Trainer is told to run on an engine."""
+def settings(engine: str, name: str) -> dict[str, Any]:
+    """What the Trainer is told to run a case on an engine."""
+    case = CASES[engine][name][0]
     if engine == "fsdp2":
         layers = sorted({type(layer).__name__ for layer in decoder_layers(tiny(case))})
         config = {
@@ -64,7 +67,8 @@ def settings(engine: str, case: str) -> dict[str, Any]:
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "transformer_layer_cls_to_wrap": layers,
             "state_dict_type": "SHARDED_STATE_DICT",
-            "cpu_ram_efficient_loading": False,
+            "cpu_ram_efficient_loading": name.startswith("columns"),  # the others get real weights in every process
+            "activation_checkpointing": name.startswith("checkpointing"),  # which renames parameters
         }
         return {"fsdp": True, "fsdp_config": config}
     if engine.startswith("zero"):
@@ -106,7 +110,9 @@ def train_case(case: Case, folder: Path, *, batch_size: int, resume: str | None 
 def state(trainer: Any) -> dict[str, Any]:
     """Whole parameters and the log; every process must call it."""
     return {
-        "parameters": {name: whole_tensor(value).clone() for name, value in trainer.model.named_parameters()},
+        "parameters": {
+            without_late_wrappers(name): whole_tensor(value).clone() for name, value in trainer.model.named_parameters()
+        },
         "log": trainer.state.log_history,
     }
 

@@ -13,6 +13,7 @@ from routeguard.drift.frobenius import Kernel, squared_distance, squared_norm
 from routeguard.protect.held import Held, LoraPair, lora_pairs
 from routeguard.protect.rows import put_rows, take_rows
 from routeguard.routes.collection import Routes, Rows
+from routeguard.routes.names import without_late_wrappers
 
 Cell = tuple[int, str]  # (layer, role)
 
@@ -75,7 +76,7 @@ def _term(cell: Cell, held: Held, start: Tensor, rows: Rows | None, kernel: Kern
 
 def lora_terms(model: nn.Module, routes: Routes, starts: Mapping[str, Tensor]) -> list[Term]:
     """LoRA and DoRA: ‖ΔW − ΔW₀‖ of the held rows from r × r products, relative to the base weight's rows."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): without_late_wrappers(name) for name, parameter in model.named_parameters()}
     terms = []
     for pair in lora_pairs(model, routes):
         a0, b0 = starts.get(names[id(pair.a)]), starts.get(names[id(pair.b)])

@@ -15,7 +15,7 @@ from torch import nn
 from routeguard.protect.rows import take_rows
 from routeguard.routes.collection import Route, Routes, Rows, merge_rows
 from routeguard.routes.in_memory import is_quantised
-from routeguard.routes.names import canonical_name
+from routeguard.routes.names import canonical_name, without_late_wrappers
 from routeguard.sharding.whole import whole_tensor
 
 Part = Literal["base", "lora_A", "lora_B", "magnitude", "adapter"]
@@ -29,7 +29,7 @@ class Held:
     """A parameter (or some of its rows) through which training could move a route.
 
     Attributes:
-        name: name in `named_parameters()`.
+        name: name in `named_parameters()`, without wrappers that an engine put around inner modules.
         parameter: the parameter itself.
         rows: ranges along `dim`, or None for the whole parameter.
         part: what it is: the routed parameter itself ("base") or a piece of an adapter on it.
@@ -104,16 +104,18 @@ def held_parameters(model: nn.Module, routes: Routes) -> list[Held]:
     Base parameters that an adapter wraps are listed only if they are trainable themselves. Raises ValueError when
     rows of a tensor would have to be held inside an adapter that mixes rows (anything but LoRA).
     """
-    parameters = dict(model.named_parameters())
+    names = {without_late_wrappers(name): name for name, _ in model.named_parameters()}
+    parameters = {without_late_wrappers(name): parameter for name, parameter in model.named_parameters()}
     held: list[Held] = []
-    for name, members in _by_parameter(routes).items():
+    for routed, members in _by_parameter(routes).items():
+        name = without_late_wrappers(routed)
         parameter = parameters[name]
-        rows = routes.rows_of(name)
-        owner, layer = _adapter_owner(model, name)
+        rows = routes.rows_of(routed)
+        owner, layer = _adapter_owner(model, names[name])
         if layer is None or parameter.requires_grad:
             held.append(Held(name, parameter, rows, members[0].dim, "base", members))
         if layer is not None:
-            held += _adapter_parameters(owner, layer, rows, members, parameters)
+            held += _adapter_parameters(without_late_wrappers(owner), layer, rows, members, parameters)
     return held
 
 

@@ -16,3 +16,8 @@ def canonical_name(name: str) -> str:
     for infix in _INFIXES:
         name = name.replace(infix, "")
     return _MODULES_TO_SAVE.sub("", name)
+
+
+def without_late_wrappers(name: str) -> str:
+    """A name in `named_parameters()` as it was before an engine put wrappers around inner modules."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_fsdp_wrapped_module.", "")
