@@ -1,7 +1,7 @@
 """What the guard costs a process of a large sharded run, by formula, on models built on the meta device.
 
     python -m benchmarks.scale              # 7B to 1T parameters, FSDP2 and ZeRO, 8 to 1024 devices
-    python -m benchmarks.scale --markdown   # the tables of docs/scale.md
+    python -m benchmarks.scale --markdown   # the table of docs/scale.md
 
 Nothing is trained and nothing is timed: shapes and held rows are those of the models, the rest is arithmetic
 (`_rank_memory.py`; tests/test_scale.py compares it with what the real objects hold). Of the processes of a run, the
@@ -85,28 +85,34 @@ def headline(model: ScaleModel) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], *, markdown: bool) -> str:
+    header = ("model", *COLUMNS) if markdown else COLUMNS
     if markdown:
-        lines = [COLUMNS, ("---",) * len(COLUMNS), *rows]
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    widths = [max(len(line[at]) for line in (COLUMNS, *rows)) for at in range(len(COLUMNS))]
+        return "\n".join(f"| {' | '.join(line)} |" for line in (header, ("---",) * len(header), *rows))
+    widths = [max(len(line[at]) for line in (header, *rows)) for at in range(len(header))]
     return "\n".join(
         "  " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in (COLUMNS, *rows)
+        for line in (header, *rows)
     )
+
+
+def rows_of(model: ScaleModel) -> list[tuple[str, ...]]:
+    return [row(model, engine, devices) for engine in engines_for(model) for devices in DEVICES]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__.splitlines()[0])
-    parser.add_argument("--markdown", action="store_true", help="tables for docs/scale.md")
+    parser.add_argument("--markdown", action="store_true", help="one table, as in docs/scale.md")
     arguments = parser.parse_args(argv)
+    models = [describe(name) for name in MODELS]
+    if arguments.markdown:
+        print(table([(model.name, *line) for model in models for line in rows_of(model)], markdown=True))
+        return
     print(
         f"computed, not measured: 16-bit computation, float32 masters, AdamW; a log line every {LOG_STEPS} steps; "
         "* over 80 GiB"
     )
-    for name in MODELS:
-        model = describe(name)
-        rows = [row(model, engine, devices) for engine in engines_for(model) for devices in DEVICES]
-        print(f"\n{headline(model)}\n\n{table(rows, markdown=arguments.markdown)}")
+    for model in models:
+        print(f"\n{headline(model)}\n\n{table(rows_of(model), markdown=False)}")
 
 
 if __name__ == "__main__":
