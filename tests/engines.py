@@ -9,10 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from routeguard import Anchor, LowLR, QKRestore, RouteGuard, Track, find_routes
+from routeguard import Anchor, LowLR, QKRestore, RouteGuard, Track, find_routes, read_drift
 from routeguard.routes.names import without_late_wrappers
 from routeguard.sharding.whole import whole_tensor
 from tests.loops import tiny
@@ -167,3 +168,35 @@ def assert_as_one_process(case: Case, two: dict[str, Any], one: dict[str, Any], 
         assert held is (mode in HELD), parameter
         if not mask.all():
             assert not torch.equal(two["parameters"][parameter][~mask], start[parameter][~mask])
+
+
+def assert_drift_as_one_process(two: Path, one: Path, *, rel: float) -> None:
+    """The drift that two processes recorded, once a step, is that of one."""
+    _, expected = read_drift(one / "routeguard" / "drift.jsonl")
+    _, found = read_drift(two / "routeguard" / "drift.jsonl")
+    assert [sample.step for sample in found] == [sample.step for sample in expected] == [1, 2, 3, 4]
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.factors.keys() == theirs.factors.keys()
+        assert list(mine.factors.values()) == pytest.approx(list(theirs.factors.values()), rel=rel)
+        assert max(mine.factors.values()) > 0
+
+
+def assert_resumed_bit_for_bit(folder: Path, mode: str) -> None:
+    straight, resumed = loaded(folder, f"straight {mode}"), loaded(folder, f"resumed {mode}")
+    different = [
+        name
+        for name in straight["parameters"]
+        if not torch.equal(straight["parameters"][name], resumed["parameters"][name])
+    ]
+    assert not different, different
+    plain = loaded(folder, f"whole tensors, {mode}")
+    assert all(torch.equal(straight["parameters"][n], plain["parameters"][n]) for n in plain["parameters"])
+
+
+def assert_modes_differ(folder: Path) -> None:
+    """The control: the cases are not all the same run."""
+    (name,) = list(held_masks("lfm2"))[:1]
+    values = [loaded(folder, f"whole tensors, {mode}")["parameters"][name] for mode in GUARDS]
+    kept = [torch.equal(value, dict(tiny("lfm2").named_parameters())[name]) for value in values]
+    assert kept == [False, True, False, False, True]
+    assert not torch.equal(values[0], values[2]) and not torch.equal(values[2], values[3])

@@ -7,9 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from routeguard import find_routes, read_drift
+from routeguard import find_routes
 from routeguard.protect.rows import take_rows
-from tests.engines import CASES, GUARDS, RESUMED, assert_as_one_process, held_masks, launch, loaded, state, train_case
+from tests.engines import (
+    CASES,
+    RESUMED,
+    assert_as_one_process,
+    assert_drift_as_one_process,
+    assert_modes_differ,
+    assert_resumed_bit_for_bit,
+    launch,
+    loaded,
+    state,
+    train_case,
+)
 from tests.loops import tiny
 from tests.sharded_loops import LOOPS, loop
 
@@ -39,38 +50,18 @@ def test_both_processes_agree_and_match_one_process(name: str, results: Path, tm
 @pytest.mark.parametrize("name", [n for n in FSDP2 if "restored" in n or "low_lr" in n or "anchor" in n])
 def test_drift_is_that_of_one_process(name: str, results: Path, tmp_path: Path) -> None:
     train_case(FSDP2[name], tmp_path, batch_size=4)
-    _, expected = read_drift(tmp_path / "routeguard" / "drift.jsonl")
-    _, found = read_drift(results / name / "routeguard" / "drift.jsonl")
-    assert [sample.step for sample in found] == [sample.step for sample in expected] == [1, 2, 3, 4]
-    for one, other in zip(found, expected, strict=True):
-        assert one.factors.keys() == other.factors.keys()
-        rel = 2e-2 if "bf16" in name else 1e-4
-        assert list(one.factors.values()) == pytest.approx(list(other.factors.values()), rel=rel)
-        assert max(one.factors.values()) > 0
+    assert_drift_as_one_process(results / name, tmp_path, rel=2e-2 if "bf16" in name else 1e-4)
     logged = [entry for entry in loaded(results, name)["log"] if "routeguard/drift_max" in entry]
     assert len(logged) >= 2
 
 
 @pytest.mark.parametrize("mode", RESUMED)
 def test_resuming_is_bit_identical(mode: str, results: Path) -> None:
-    straight, resumed = loaded(results, f"straight {mode}"), loaded(results, f"resumed {mode}")
-    different = [
-        name
-        for name in straight["parameters"]
-        if not torch.equal(straight["parameters"][name], resumed["parameters"][name])
-    ]
-    assert not different, different
-    plain = loaded(results, f"whole tensors, {mode}")
-    assert all(torch.equal(straight["parameters"][n], plain["parameters"][n]) for n in plain["parameters"])
+    assert_resumed_bit_for_bit(results, mode)
 
 
 def test_the_modes_differ(results: Path) -> None:
-    """The control: the cases are not all the same run."""
-    (name,) = list(held_masks("lfm2"))[:1]
-    values = [loaded(results, f"whole tensors, {mode}")["parameters"][name] for mode in GUARDS]
-    kept = [torch.equal(value, dict(tiny("lfm2").named_parameters())[name]) for value in values]
-    assert kept == [False, True, False, False, True]
-    assert not torch.equal(values[0], values[2]) and not torch.equal(values[2], values[3])
+    assert_modes_differ(results)
 
 
 @pytest.mark.parametrize("name", list(LOOPS))

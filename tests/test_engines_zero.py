@@ -10,8 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from routeguard import read_drift
-from tests.engines import CASES, GUARDS, RESUMED, assert_as_one_process, held_masks, launch, loaded, state, train_case
+from tests.engines import (
+    CASES,
+    RESUMED,
+    assert_as_one_process,
+    assert_drift_as_one_process,
+    assert_modes_differ,
+    assert_resumed_bit_for_bit,
+    held_masks,
+    launch,
+    loaded,
+    state,
+    train_case,
+)
 from tests.loops import tiny
 
 pytestmark = [
@@ -55,25 +66,12 @@ def _held_rows_are_those_of_the_start(name: str, two: dict[str, Any]) -> None:
 def test_drift_is_that_of_one_process(name: str, results: Path, tmp_path: Path) -> None:
     case, mode, specials = ZERO[name]
     train_case((case, mode, {} if "bf16" in name else specials), tmp_path, batch_size=4)
-    _, expected = read_drift(tmp_path / "routeguard" / "drift.jsonl")
-    _, found = read_drift(results / name / "routeguard" / "drift.jsonl")
-    assert [sample.step for sample in found] == [sample.step for sample in expected] == [1, 2, 3, 4]
-    for one, other in zip(found, expected, strict=True):
-        assert one.factors.keys() == other.factors.keys()
-        rel = 5e-2 if "bf16" in name else 1e-4  # measured on the float32 masters in both
-        assert list(one.factors.values()) == pytest.approx(list(other.factors.values()), rel=rel)
-        assert max(one.factors.values()) > 0
+    assert_drift_as_one_process(results / name, tmp_path, rel=5e-2 if "bf16" in name else 1e-4)
 
 
 @pytest.mark.parametrize("mode", RESUMED)
 def test_resuming_is_bit_identical(mode: str, results: Path) -> None:
-    straight, resumed = loaded(results, f"straight {mode}"), loaded(results, f"resumed {mode}")
-    different = [
-        name
-        for name in straight["parameters"]
-        if not torch.equal(straight["parameters"][name], resumed["parameters"][name])
-    ]
-    assert not different, different
+    assert_resumed_bit_for_bit(results, mode)
 
 
 @pytest.mark.parametrize("name", ["whole tensors, restored", "rows, restored", "bf16, restored"])
@@ -91,9 +89,4 @@ def test_a_checkpoint_after_the_restore_consolidates_to_the_restored_weights(nam
 
 
 def test_the_modes_differ(results: Path) -> None:
-    """The control: the cases are not all the same run."""
-    (name,) = list(held_masks("lfm2"))[:1]
-    values = [loaded(results, f"whole tensors, {mode}")["parameters"][name] for mode in GUARDS]
-    kept = [torch.equal(value, dict(tiny("lfm2").named_parameters())[name]) for value in values]
-    assert kept == [False, True, False, False, True]
-    assert not torch.equal(values[0], values[2]) and not torch.equal(values[2], values[3])
+    assert_modes_differ(results)
