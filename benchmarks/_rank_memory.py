@@ -155,6 +155,11 @@ def capture_peak(tensors: Sequence[Shape], engine: Engine) -> int:
     )
 
 
+def engine_peak(tensors: Sequence[Shape]) -> int:
+    """Bytes of the largest tensor in 16 bits, which FSDP2 and ZeRO-3 gather whole in every step, guarded or not."""
+    return HALF * max(tensor.numel for tensor in tensors)
+
+
 def log_traffic(cells: int, steps: int, devices: int) -> float:
     """Bytes that a process sends in the one all-reduce of a log line (ring: 2 (N - 1) / N of the message)."""
     return 4 * cells * steps * 2 * (devices - 1) / devices

@@ -17,6 +17,7 @@ from benchmarks._rank_memory import (
     Engine,
     Shape,
     capture_peak,
+    engine_peak,
     log_traffic,
     queue_bytes,
     sidecar_bytes,
@@ -169,6 +170,14 @@ def test_even_the_emptiest_process_has_little_beside_its_states(name: str) -> No
         states = state_bytes(model.tensors, mode, engine, devices)
         assert float(np.max(kept / states)) < (0.033 if engine == "FSDP2" else 0.01)
         assert kept.max() < 0.01 * states.max()
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_capturing_the_start_takes_less_than_the_engine_gathers_anyway(name: str) -> None:
+    model = large(name)
+    peaks = [capture_peak(model.tensors, engine) for engine in scale.engines_for(model)]
+    assert 0 < max(peaks) < engine_peak(model.tensors) / 3
+    assert max(peaks) < 0.01 * scale.DEVICE_MEMORY
 
 
 def _runs(model: ScaleModel) -> list[tuple[scale.Mode, Engine, int]]:
