@@ -35,6 +35,7 @@ format: $(VENV)/ready
 bench: $(VENV)/ready
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.recall
+	$(BIN)/python -m benchmarks.scale
 
 bench-gpu: $(VENV)/ready
 	$(BIN)/python -m benchmarks --device cuda
