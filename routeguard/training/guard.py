@@ -20,6 +20,7 @@ from routeguard.protect.modes import (
 from routeguard.routes.collection import ROUTING_ROLES, Role, Routes
 from routeguard.training.engines import refuse_split_rows, refuse_unsupported_engine, sharding_engine
 from routeguard.training.protector import Protector
+from routeguard.training.rewriters import refuse_bema_beside_frozen
 from routeguard.training.run_state import RunState, settings, write_state
 from routeguard.training.session import Session
 from routeguard.training.start import Start, refuse_changed_settings
@@ -85,6 +86,7 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         self._protector = Protector(self.protect, layers=self.layers, roles=self.roles, norms=norms)
         self._trainer: Any = None
         self._session: Session | None = None
+        self._ended: Session | None = None  # until every other callback has had its turn at the end
         self._kept: tuple[Any, Start] | None = None  # the model and the start that its last train() protected
         self._state: RunState | None = None
         self._own_optimizer = False
@@ -132,6 +134,7 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
                 self.probe.attach(trainer)
             self._wrap_create_optimizer(trainer)
             self._wrap_save_model(trainer)
+            self._wrap_train_end(trainer.callback_handler)
 
     def _refuse_scheduled_optimizer(self, trainer: Any) -> None:
         if isinstance(self.protect, (LowLR, Anchor)) and trainer.lr_scheduler is not None:
@@ -170,6 +173,19 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
 
         trainer.save_model = save_model
 
+    def _wrap_train_end(self, handler: Any) -> None:
+        """The last look: a callback after the guard may write an average over the model at the end."""
+        original = handler.on_train_end
+
+        def on_train_end(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            ended, self._ended = self._ended, None
+            if ended is not None:
+                ended.look_again(self.restore)
+            return result
+
+        handler.on_train_end = on_train_end
+
     def _refuse_changed_resume(self, trainer: Any) -> None:
         """Before the optimizer's state is loaded: loading it into other groups would fail without saying why."""
         folder = resumed_folder(trainer)
@@ -203,6 +219,7 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         frozen = self._protector.frozen
         if frozen is not None:
             self._protector.refuse_unfrozen()
+            refuse_bema_beside_frozen(trainer, frozen)
             frozen.hold_rows()
             if sharding_engine(trainer) == "FSDP1":
                 print(
@@ -247,10 +264,13 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
             self._session.finish(kwargs["model"], self.restore)
             if self.probe is not None and self.restore is not None:
                 self.probe.after_restore(args, state, control, kwargs["model"])
+        ended = self._session
         self._close()
+        self._ended = ended
 
     def _close(self) -> None:
         """Take away every hook of the last `train()`."""
+        self._ended = None
         if self._session is not None:
             self._session.close()
             self._session = None
@@ -258,24 +278,22 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
     def detach(self) -> None:
         """Leave the Trainer as if there had been no guard: hooks, wrappers and callback go, frozen parameters thaw.
 
-        The Trainer's optimizer goes too where its groups were split; the next `train()` makes a plain one. Raises
-        ValueError if it was the user's own and holds views of rows.
+        The Trainer's optimizer goes too where its groups were split or frozen parameters left out; the next `train()`
+        makes a plain one. Raises ValueError if it was the user's own and holds views of rows.
         """
         self._close()
-        groups = self._protector.groups
-        if groups is not None and self._trainer is not None:
-            if self._own_optimizer and groups.views:
-                raise ValueError(
-                    "the optimizer given to this Trainer holds views of rows now; give the next run a new one"
-                )
-            if not self._own_optimizer:
-                self._trainer.optimizer = self._trainer.lr_scheduler = None
+        groups, frozen = self._protector.groups, self._protector.frozen
+        if self._own_optimizer and groups is not None and groups.views:
+            raise ValueError("the optimizer given to this Trainer holds views of rows now; give the next run a new one")
+        if self._trainer is not None and not self._own_optimizer and (groups or (frozen is not None and frozen.whole)):
+            self._trainer.optimizer = self._trainer.lr_scheduler = None
         self._protector.release()
         if self.probe is not None:
             self.probe.detach()
         if self._trainer is not None:
             for wrapped in ("create_optimizer", "save_model"):
                 vars(self._trainer).pop(wrapped, None)
+            vars(self._trainer.callback_handler).pop("on_train_end", None)
             self._trainer.remove_callback(self)
             self._trainer = None
         self._kept = self._state = None

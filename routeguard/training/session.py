@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from routeguard.sharding.zero import is_partitioned, publish_masters, pulls_of, 
 from routeguard.storage.durable import write_json
 from routeguard.training.log_metrics import LogWrapper
 from routeguard.training.resolution import ResolutionWatch
+from routeguard.training.rewriters import Marks, averaged_models
 from routeguard.training.run_state import DRIFT_FILE, FOLDER, REFERENCE_FILE, write_state
 from routeguard.training.start import Start, find_start
 from routeguard.training.start_values import refuse_nan, start_values
@@ -71,6 +73,8 @@ class Session:
         self.watch: ResolutionWatch | None = None
         self.meter: DriftMeter | None = None
         self.log: LogWrapper | None = None
+        self.marks: Marks | None = None
+        self.model = model
         self.trainer = trainer
         self._step = self._written_step = resumed_step
         self._last_metrics: dict[str, float] = {}
@@ -85,6 +89,7 @@ class Session:
                 "read; use ZeRO stage 1, 2 or 3"
             )
         held: Sequence[Held] = self.shards or whole
+        self.held = held
         refuse_nan(held)
         start = find_start(
             guard.reference,
@@ -152,24 +157,36 @@ class Session:
         """The end of training: the restore, if one was asked for."""
         if method is None:
             return
-        assert self.start.reference is not None
         if self.shards is not None:
             report = self._restore_shards(self.shards, method)
         else:
-            report = restore(
-                model,
-                self.start.reference,
-                method=method,
-                roles=self.guard.roles,
-                layers=self.guard.layers,
-                norms=self.guard.norms,
-            )
+            report = self._restore(model, method)
+            for average in averaged_models(self.trainer):
+                print(f"routeguard: the average that is saved beside the model: {self._restore(average, method)}")
+        self.marks = Marks([h for h in self.held if h.trainable])
         if self.is_main:
             write_json(self.folder / "restore.json", report.to_dict())
             print(report, flush=True)
         if self.trainer is not None:
             drifts = [value for layer in report.layers for value in layer.drift_before.values()]
             self.trainer.log({"routeguard/drift_before_restore": max(drifts, default=0.0)})
+
+    def look_again(self, method: Restoration | None) -> None:
+        """After every callback's end: what is frozen stands still, and what was restored is restored.
+
+        Raises RuntimeError as `Stillness.check` does. Warns where it has to restore a second time.
+        """
+        if self.still is not None:
+            self.still.check()
+        if self.marks is not None and self.marks.changed():
+            warnings.warn(
+                "a callback that runs after RouteGuard at the end of training wrote over the restored queries and keys "
+                "(an average, EMA); they are restored again. What other callbacks uploaded in between has them as "
+                "that callback left them",
+                UserWarning,
+                stacklevel=2,
+            )
+            self.finish(self.model, method)
 
     def close(self) -> None:
         """Remove every hook and wrapper of this `train()`; the model's frozen parameters stay frozen."""
@@ -178,6 +195,13 @@ class Session:
                 part.remove()
         if self.frozen is not None:
             self.frozen.detach_optimizers()
+
+    def _restore(self, model: nn.Module, method: Restoration) -> RestoreReport:
+        assert self.start.reference is not None
+        guard = self.guard
+        return restore(
+            model, self.start.reference, method=method, roles=guard.roles, layers=guard.layers, norms=guard.norms
+        )
 
     def _restore_shards(self, shards: Sequence[Shard], method: Restoration) -> RestoreReport:
         assert self.guard.routes is not None and self.meter is not None
