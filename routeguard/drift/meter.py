@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from routeguard.drift.adapter_terms import lora_terms
 from routeguard.drift.forms import routing_forms
 from routeguard.drift.frobenius import compiled_kernel
 from routeguard.drift.routing_form import compiled_pair_kernel
-from routeguard.drift.terms import Cell, StartRows, base_terms, lora_terms, start_squares
+from routeguard.drift.terms import Cell, StartRows, base_terms, start_squares
 from routeguard.protect.held import Held, held_parameters
 from routeguard.protect.rows import take_rows
 from routeguard.routes.collection import Routes
