@@ -156,6 +156,7 @@ def test_json_has_null_for_what_is_not_a_number(tmp_path: Path) -> None:
 
     parsed = json.loads(result.stdout, parse_constant=refuse)
     assert parsed["unknown"] == [65536] and parsed["reaches"][0]["share"] is None
+    assert parsed["reaches"][0]["verdict"] == "unknown"
 
 
 def test_locality_reads_chats_and_leaves_prompts_out(tmp_path: Path) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal
 
 from routeguard.diagnostics.autocorrelation import Normalisation, TokenAutocorrelation, token_autocorrelation
-from routeguard.diagnostics.decay_fit import DecayCurve, DecayFit, fit_decay
+from routeguard.diagnostics.decay_fit import DecayFit
 from routeguard.diagnostics.gradient import gradient_locality
+from routeguard.diagnostics.reach import Reach, curve_fit, fit_weakness, listed, reach
 from routeguard.diagnostics.running import refuse_beyond_positions
 from routeguard.diagnostics.sample_layouts import IGNORED
 
@@ -24,24 +22,7 @@ if TYPE_CHECKING:
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 THRESHOLD = 0.01
-_NEAR_TOKENS = 32
-_NEARBY = 0.1  # a curve is read at a length as its mean over lags within this share of it
-
-
-@dataclass(frozen=True)
-class Reach:
-    """What is left of a curve at one length.
-
-    Attributes:
-        length: distance in tokens.
-        share: of what is usual nearby (the median of the positive values at 1 to 32 tokens); from 0, may exceed 1; nan
-            where neither measured nor fitted.
-        measured: read off the curve; otherwise from the exponential fit, which is a guess beyond the measured lags.
-    """
-
-    length: int
-    share: float
-    measured: bool
+Verdict = Literal["reinforced", "hardly reinforced", "unknown"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +32,9 @@ class LocalityReport:
     Attributes:
         data: autocorrelation of its tokens.
         gradient: of a model's loss on it, or None if no model was given.
-        reaches: for each length what is left of the gradient (without a model: of the autocorrelation) there.
-        threshold: shares below count as not reinforced.
+        reaches: for each length what is left of the gradient (without a model: of the autocorrelation, which says how
+            local the tokens are and not what training reinforces) there.
+        threshold: shares of the gradient below count as hardly reinforced.
         normalisation: of the autocorrelation that `W_data` is fitted to.
         unlabelled: packed sequences of the data left out of the gradient, for they have no label that counts.
     """
@@ -64,25 +46,39 @@ class LocalityReport:
     normalisation: Normalisation = "covariance"
     unlabelled: int = 0
 
+    def verdict(self, one: Reach) -> Verdict:
+        """What training does at a length: unknown without a model, and where neither measured nor well fitted."""
+        if self.gradient is None or not one.known:
+            return "unknown"
+        return "reinforced" if one.share >= self.threshold else "hardly reinforced"
+
+    @property
+    def reinforced(self) -> tuple[int, ...]:
+        """The lengths at which training gives attention a signal."""
+        return self._lengths("reinforced")
+
     @property
     def unreinforced(self) -> tuple[int, ...]:
         """The lengths at which training leaves attention (almost) without a signal."""
-        return tuple(reach.length for reach in self.reaches if reach.share < self.threshold)
+        return self._lengths("hardly reinforced")
 
     @property
     def unknown(self) -> tuple[int, ...]:
-        """The lengths of which nothing can be said: beyond what was measured, and without a fit that falls."""
-        return tuple(reach.length for reach in self.reaches if math.isnan(reach.share))
+        """The lengths of which nothing can be said: all without a model; else those that no good fit reaches."""
+        return self._lengths("unknown")
+
+    def _lengths(self, verdict: Verdict) -> tuple[int, ...]:
+        return tuple(one.length for one in self.reaches if self.verdict(one) == verdict)
 
     @property
     def data_width(self) -> DecayFit | None:
         """Fit of the data's autocorrelation, W_data; None where there is nothing to fit."""
-        return _fit(self.data.curve(self.normalisation))
+        return curve_fit(self.data.curve(self.normalisation))
 
     @property
     def gradient_width(self) -> DecayFit | None:
         """Fit of the gradient of all layers, W_grad; None without a model or where there is nothing to fit."""
-        return None if self.gradient is None else _fit(self.gradient.pooled)
+        return None if self.gradient is None else curve_fit(self.gradient.pooled)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -92,7 +88,8 @@ class LocalityReport:
             "W_data": None if self.data_width is None else vars(self.data_width),
             "W_grad": None if self.gradient_width is None else vars(self.gradient_width),
             "threshold": self.threshold,
-            "reaches": [vars(reach) for reach in self.reaches],
+            "reaches": [{**vars(one), "verdict": self.verdict(one)} for one in self.reaches],
+            "reinforced": list(self.reinforced),
             "unreinforced": list(self.unreinforced),
             "unknown": list(self.unknown),
             "unlabelled_sequences": self.unlabelled,
@@ -109,27 +106,33 @@ class LocalityReport:
         if self.gradient is not None:
             lines.append(f"W_grad  {self.gradient_width or 'no fit'}")
         lines.append(f"{source} at a distance, as a share of what is usual at 1 to 32 tokens:")
-        lines += [f"  {reach.length:>7} tokens  {self._verdict(reach)}" for reach in self.reaches]
-        if self.unreinforced:
-            lines.append(
-                f"training on this data will hardly reinforce attention at {_listed(self.unreinforced)} tokens"
-            )
-        if self.unknown:
-            lines.append(
-                f"not known at {_listed(self.unknown)} tokens: neither measured there nor a fall that could be fitted; "
-                "give more or longer data, or ask for shorter lengths"
-            )
-        if not self.unreinforced and not self.unknown:
-            guessed = "" if all(reach.measured for reach in self.reaches) else ", some by the fit only"
-            lines.append(f"every length asked about is reinforced{guessed}")
-        return "\n".join(lines)
+        lines += [f"  {one.length:>7} tokens  {self._share(one)}" for one in self.reaches]
+        return "\n".join([*lines, *self._verdicts()])
 
-    def _verdict(self, reach: Reach) -> str:
-        if math.isnan(reach.share):
-            return "not known"
-        how = "" if reach.measured else "  by the fit, beyond what was measured"
-        below = f"  below {self.threshold:.0%}: not reinforced" if reach.share < self.threshold else ""
-        return f"{reach.share:.2g}{how}{below}"
+    def _share(self, one: Reach) -> str:
+        if not one.known:
+            return "not measured" if self.gradient is None else "unknown"
+        how = "" if one.measured else "  by the fit, beyond what was measured"
+        low = self.verdict(one) == "hardly reinforced"
+        return f"{one.share:.2g}{how}" + (f"  below {self.threshold:.0%}: hardly reinforced" if low else "")
+
+    def _verdicts(self) -> list[str]:
+        if self.gradient is None:
+            return [
+                "this is how local the tokens are; it does not say which distances training reinforces: a verdict by "
+                "length needs the model (model=, --model)"
+            ]
+        lines = []
+        for verdict, words in (("reinforced", "reinforces"), ("hardly reinforced", "will hardly reinforce")):
+            found = [one for one in self.reaches if self.verdict(one) == verdict]
+            if found:
+                lines.append(f"training on this data {words} attention {listed(found)}")
+        if self.unknown:
+            weakness = fit_weakness(self.gradient_width) or "no signal was seen at 1 to 32 tokens"
+            lines.append(
+                f"unknown at {', '.join(map(str, self.unknown))} tokens: beyond what was measured, and {weakness}"
+            )
+        return lines
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Data and gradient beside each other; written to `path` if given. Needs `routeguard[plots]`."""
@@ -157,11 +160,11 @@ def locality(
     Args:
         documents: token ids of each sample.
         model: the model to be trained. With it, the gradient on its attention logits is measured on the data (samples
-            packed end to end; sequences without a label that counts are left out); without, the data's own
-            autocorrelation stands in for it, which is a guess.
+            packed end to end; sequences without a label that counts are left out), and each length gets a verdict;
+            without, only how local the tokens are is told.
         labels: like documents, −100 where the loss does not count (prompts, tool output). Default: every token counts.
         lengths: distances in tokens to report on.
-        threshold: share of the usual nearby signal below which a distance counts as not reinforced, default 0.01.
+        threshold: share of the usual nearby gradient below which a distance is hardly reinforced, default 0.01.
         normalisation: of the autocorrelation that W_data is fitted to, default "covariance".
         max_lag: of the autocorrelation, default 512.
         sequence_tokens: length of the packed sequences, default 1024.
@@ -190,7 +193,7 @@ def locality(
         rows, targets, unlabelled = packed(documents, sequence_tokens, num_sequences, labels=labels)
         gradient = gradient_locality(model, rows, labels=targets, seed=seed, insist=insist)
     curve = autocorrelation.curve(normalisation) if gradient is None else gradient.pooled
-    reaches = tuple(_reach(curve, length) for length in sorted(lengths))
+    reaches = tuple(reach(curve, length, extrapolate=gradient is not None) for length in sorted(lengths))
     return LocalityReport(autocorrelation, gradient, reaches, threshold, normalisation, unlabelled)
 
 
@@ -222,27 +225,3 @@ def packed(
     taken = min(num_sequences, len(usable))
     chosen = usable[[number * len(usable) // taken for number in range(taken)]]
     return stream[chosen], targets[chosen], have - len(usable)
-
-
-def _reach(curve: DecayCurve, length: int) -> Reach:
-    values = curve.values
-    # Not the value at one token, nor the largest: a text may never repeat a token at once, and single lags stand out.
-    nearby = values[(curve.lags >= 1) & (curve.lags <= _NEAR_TOKENS) & (curve.counts.sum(0) > 0)]
-    usual = float(np.median(nearby[nearby > 0])) if (nearby > 0).any() else math.nan
-    near = (curve.lags >= length * (1 - _NEARBY)) & (curve.lags <= length * (1 + _NEARBY)) & (curve.counts.sum(0) > 0)
-    if length <= curve.lags[-1] and near.any():
-        return Reach(length, max(float(values[near].mean()) / usual, 0.0), True)
-    fit = _fit(curve)
-    known = fit is not None and math.isfinite(fit.width_tokens)  # where no fall was seen, none can be carried on
-    return Reach(length, fit.at(length) / usual if fit is not None and known else math.nan, False)
-
-
-def _fit(curve: DecayCurve) -> DecayFit | None:
-    try:
-        return fit_decay(curve)
-    except ValueError:
-        return None
-
-
-def _listed(lengths: Sequence[int]) -> str:
-    return f"{lengths[0]}" if len(lengths) == 1 else f"{', '.join(map(str, lengths[:-1]))} and {lengths[-1]}"
