@@ -77,6 +77,29 @@ def test_the_default_lengths_go_beyond_the_training(tmp_path: Path, capsys) -> N
     assert "no length beyond the 64 tokens trained on" in capsys.readouterr().out
 
 
+def test_the_default_lengths_are_those_of_the_rows_and_hold_the_needles(tmp_path: Path, capsys) -> None:
+    """TRL's max_length is only a limit; 15 tokens have no place for six needles, 30 have."""
+    short = probe(lengths=None, num_samples=1)
+    rows = {"train_dataset": dataset(length=30)}
+    run(tiny("lfm2"), tmp_path / "a", short, sft=True, max_steps=1, max_length=64, trainer_options=rows)
+    assert short.results[0].lengths == (30, 60)
+    shorter = probe(lengths=None, num_samples=3)
+    run(tiny("lfm2"), tmp_path / "b", shorter, max_steps=1, trainer_options={"train_dataset": dataset(length=15)})
+    assert shorter.results[0].lengths == (30, 60)
+    assert "no length beyond" not in capsys.readouterr().out
+    with pytest.raises(ValueError, match="length 20 is too short for demo_needles"):
+        run(tiny("lfm2"), tmp_path / "c", probe(lengths=(20, 40)), max_steps=1)
+
+
+def test_that_no_length_goes_beyond_is_said_only_where_the_rows_tell(tmp_path: Path, capsys) -> None:
+    for name, rows in (("rows", dataset(length=60)), ("stream", dataset(length=16).to_iterable_dataset())):
+        options = {"max_length": 64, "trainer_options": {"train_dataset": rows}}
+        run(tiny("lfm2"), tmp_path / name, probe(num_samples=1), sft=True, max_steps=1, **options)
+        out = capsys.readouterr().out
+        assert ("no length beyond the 60 tokens trained on" in out) == (name == "rows")
+        assert "no length beyond the 64" not in out
+
+
 def test_a_resumed_run_keeps_its_first_measurement(tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 2}
     run(tiny("lfm2"), tmp_path, probe(), max_steps=4, **saving)

@@ -17,7 +17,7 @@ from routeguard import RecallProbe, read_recall
 from routeguard.recall import probe as probe_module
 from routeguard.recall.probe_budget import affordable, choose_budget, step_passes, training_passes
 from routeguard.recall.probe_record import recorded_num_samples
-from routeguard.recall.training_length import mean_row_tokens
+from routeguard.recall.training_length import longest_row, mean_row_tokens, training_length
 from tests.loops import tiny
 from tests.test_recall_probe import probe
 from tests.trainers import dataset, run
@@ -69,8 +69,17 @@ def test_the_length_of_the_training() -> None:
     assert training_passes(tiny("llama"), args, loader, 10) == 2 * 4 * 10 * 16 * 3
     sorted_rows = Dataset.from_dict({"input_ids": [[1] * (i + 1) for i in range(600)]})
     assert mean_row_tokens(SimpleNamespace(dataset=sorted_rows)) == pytest.approx(300, rel=0.01)  # not the first 256
+    assert longest_row(SimpleNamespace(dataset=sorted_rows)) > 590
     for unknown in (None, SimpleNamespace(dataset=iter([])), SimpleNamespace(dataset=[torch.zeros(3)])):
         assert mean_row_tokens(unknown) is None and training_passes(tiny("llama"), args, unknown, 10) is None
+
+
+def test_short_rows_are_short_whatever_max_length_says() -> None:
+    args = SimpleNamespace(max_length=1024)
+    assert [training_length(args, n) for n in (113, 4000, None)] == [113, 1024, 1024]
+    assert training_length(SimpleNamespace(), 113) == 113
+    with pytest.raises(ValueError, match="the training length is not known"):
+        training_length(SimpleNamespace(max_length=None))
 
 
 class StopAtOnce(TrainerCallback):

@@ -39,8 +39,9 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
     after three in a row no more are made. The measurement before the first step raises.
 
     Args:
-        lengths: context lengths in tokens. None (default): the training length and twice that, as far as the model's
-            positions go, because recall is lost beyond the training length first.
+        lengths: context lengths in tokens. None (default): the training length (the longest row, `max_length` at most)
+            and twice that, because recall is lost beyond it first; doubled until the needles fit in, and as far as the
+            model's positions go.
         tasks: kinds of question; they should not be those that `replay` trains on.
         every: steps between measurements. None (default): as often as all of them, the last one included, take at most
             `share` of the time so far. The first and the last measurement always take place.

@@ -12,9 +12,9 @@ from routeguard.recall.logits import max_positions
 from routeguard.recall.measure import DEPTHS, Plan
 from routeguard.recall.probe_budget import ProbeBudget, choose_budget, training_passes
 from routeguard.recall.probe_record import RECORD_FILE, recorded_num_samples
-from routeguard.recall.sample import Sample
+from routeguard.recall.sample import Sample, ShortLengthError
 from routeguard.recall.scores import SampleScore
-from routeguard.recall.training_length import training_length
+from routeguard.recall.training_length import longest_row, training_length
 
 if TYPE_CHECKING:
     from routeguard.recall.probe import RecallProbe
@@ -28,7 +28,7 @@ class ProbeSamples:
         samples: short lengths first.
         tokenizer: to show what was predicted.
         settings: what results carry.
-        trained_tokens: the training length; None where it is not known.
+        trained_tokens: the training length; None where the rows do not tell it.
         budget: how many samples there are, and what they are estimated to cost.
     """
 
@@ -75,35 +75,43 @@ def probe_samples(
         raise ValueError(
             "RecallProbe needs a tokenizer: give the Trainer processing_class=, or RecallProbe(tokenizer=)"
         )
-    trained: int | None = None
-    try:
-        trained = training_length(args, dataloader)
-    except ValueError:
-        if probe.lengths is None:
-            raise
-    lengths = _lengths(probe, trained, max_positions(model))
+    longest = longest_row(dataloader)
+    trained = None if longest is None else training_length(args, longest)
+    positions = max_positions(model)
+    lengths = _given(probe, positions) if probe.lengths else _default(training_length(args, longest), positions)
     given = probe.num_samples
     if given is None and state.global_step:  # a resumed run asks what it asked first
         given = recorded_num_samples(Path(args.output_dir) / RECORD_FILE)
-    budget = choose_budget(
-        given,
-        passes=training_passes(model, args, dataloader, state.max_steps),
-        lengths=sorted(set(lengths)),
-        num_tasks=len(probe.tasks),
-        share=probe.share,
-        every=probe.every,
-        max_steps=state.max_steps,
-    )
-    plan = Plan(probe.tasks, lengths, DEPTHS, budget.num_samples, probe.haystack, probe.seed)
+    passes = training_passes(model, args, dataloader, state.max_steps)
     encoder = Encoder(tokenizer, chat=probe.chat)
-    samples = [plan.sample(encoder, *cell, i) for cell in plan.cells() for i in range(plan.num_samples)]
+    while True:
+        budget = choose_budget(
+            given,
+            passes=passes,
+            lengths=sorted(set(lengths)),
+            num_tasks=len(probe.tasks),
+            share=probe.share,
+            every=probe.every,
+            max_steps=state.max_steps,
+        )
+        plan = Plan(probe.tasks, lengths, DEPTHS, budget.num_samples, probe.haystack, probe.seed)
+        try:
+            samples = [plan.sample(encoder, *cell, i) for cell in plan.cells() for i in range(plan.num_samples)]
+            break
+        except ShortLengthError:
+            longer = _default(2 * min(lengths), positions)
+            if probe.lengths or min(longer) == min(lengths):
+                raise
+            lengths = longer
     settings = {**plan.to_dict(), "method": "forced", "chat": probe.chat}
     return ProbeSamples(tuple(samples), tokenizer, settings, trained, budget)
 
 
-def _lengths(probe: RecallProbe, trained: int | None, positions: int | None) -> tuple[int, ...]:
-    if probe.lengths is None and trained is not None:
-        return tuple(sorted({min(n, positions or n) for n in (trained, 2 * trained)}))
+def _default(trained: int, positions: int | None) -> tuple[int, ...]:
+    return tuple(sorted({min(n, positions or n) for n in (trained, 2 * trained)}))
+
+
+def _given(probe: RecallProbe, positions: int | None) -> tuple[int, ...]:
     lengths = probe.lengths or ()
     if positions is not None and max(lengths, default=0) > positions and not probe.insist:
         raise ValueError(

@@ -25,7 +25,7 @@ def opening(
         tasks, lengths: what is asked.
         budget: how many samples of each, and what that costs.
         every, share: as given to the probe.
-        trained_tokens: the training length; None where it is not known.
+        trained_tokens: the training length; None where the rows do not tell it.
         notes: about the haystack.
     """
     often = f"every {every} steps" if every else f"as often as {share:.0%} of the time allows"

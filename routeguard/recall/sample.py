@@ -17,6 +17,10 @@ _FILLERS = (" .", "\n", " a", " the", ".", "a")  # what makes up the last few to
 _MAX_WORDS_BACK = 40
 
 
+class ShortLengthError(ValueError):
+    """A length cannot hold needles, question and answer."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """One question about one text.
@@ -94,8 +98,8 @@ def build_sample(
         reserve_tokens: room for the answer; None: `answer_room`. RULER's own are 128 (needles) and 30 (variables).
         split: which half of the names and values; "replay" is for training data.
 
-    Raises ValueError if the length cannot hold the question, or not be met exactly, if the haystack is too short, or if
-    the tokenizer lacks words.
+    Raises ValueError if the length cannot hold the question (ShortLengthError), or not be met exactly, if the haystack
+    is too short, or if the tokenizer lacks words.
     """
     room = answer_room(task, encoder) if reserve_tokens is None else reserve_tokens
     material = Material(haystack, split)
@@ -118,7 +122,7 @@ def build_sample(
 
     smallest = count(0)
     if smallest > target:
-        raise ValueError(
+        raise ShortLengthError(
             f"length {length_tokens} is too short for {task.name}: needles and question need {smallest} tokens and the "
             f"answer {room}; ask for at least {smallest + room}"
         )
