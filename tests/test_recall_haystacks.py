@@ -5,19 +5,24 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from datasets import Dataset
 
-from routeguard import measure_recall, replay
+from routeguard import RecallProbe, measure_recall, replay
+from routeguard.cli.main import app
+from routeguard.demo.model import WEIGHTS
 from routeguard.recall.boundaries import ends_sentence, find_stops, split_words
 from routeguard.recall.encoding import Encoder
 from routeguard.recall.haystack import Haystack, as_haystack, builtin_prose
 from routeguard.recall.needles import NeedleTask
-from routeguard.recall.registry import find_task
+from routeguard.recall.registry import TASKS, find_task
 from routeguard.recall.sample import build_sample
-from routeguard.recall.task import Material, place
+from routeguard.recall.task import Material, place, uses_haystack
 from tests.recall_tokenizers import byte_bpe, characters
+from tests.trainers import run
 from tests.zoo.build import build
 
 CHINESE = (
@@ -119,13 +124,61 @@ def test_where_they_stand_without_sentence_ends_is_said(capsys) -> None:
     rows = Dataset.from_dict({"prompt": ["a"] * 10, "completion": ["b"] * 10})
     replay(rows, byte_bpe(), 0.2, haystack=TEXTS["thai"], tasks="niah_single_2", lengths=(900,))
     assert "replay: note: 100% of the haystack (the given text)" in capsys.readouterr().out
-    replay(rows, byte_bpe(), 0.2, haystack=TEXTS["thai"], tasks="niah_single_1", lengths=(900,))
+    replay(rows, byte_bpe(), 0.2, tasks="niah_single_1", lengths=(900,))
     assert "note:" not in capsys.readouterr().out  # no prose in that task
     built = sample(TEXTS["thai"], 2000)
     assert NEEDLE.split(context_of(built))[0].rstrip(" ").endswith(THAI)  # at a blank, not within a word
     built = sample(TEXTS["japanese lines"], 2000, depth=0.4)
     lines = tuple(TEXTS["japanese lines"].split("\n"))
     assert NEEDLE.split(context_of(built))[0].rstrip(" ").endswith(lines)
+
+
+UNUSED = ("demo_needles", "niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "vt+reasoning")
+
+
+def test_tasks_know_whether_they_use_the_haystack() -> None:
+    """By what they write: another text gives another context, or the same."""
+    for name in TASKS:
+        written = set()
+        for own in ("Alpha beta gamma. " * 400, "Delta epsilon zeta. " * 400):
+            draft = find_task(name).draft(random.Random(3), Material(as_haystack(own)), 0.5)
+            written.add(draft.render(90).turns)
+        assert (len(written) == 2) == uses_haystack(find_task(name)) == (name not in UNUSED), name
+    assert not uses_haystack(find_task("vt+reasoning")) and uses_haystack(find_task("niah_single_2+reasoning"))
+
+
+@pytest.mark.parametrize("tasks", [[name] for name in UNUSED] + [["vt", "niah_multikey_2"]])
+def test_a_haystack_that_no_task_uses_is_refused(tasks: list[str], tmp_path: Path) -> None:
+    message = rf"a haystack was given, and {re.escape(', '.join(tasks))} would not use it: .* ask niah_single_2, niah_s"
+    with pytest.raises(ValueError, match=message):
+        measure_recall(build("llama"), characters(), tasks=tasks, lengths=(600,), haystack=TEXTS["thai"])
+    with pytest.raises(ValueError, match=message):
+        RecallProbe(tasks=tasks, haystack=TEXTS["thai"])
+    with pytest.raises(ValueError, match=message):
+        replay(Dataset.from_dict({"prompt": ["a"], "completion": ["b"]}), byte_bpe(), 0.5, tasks=tasks,
+               haystack=TEXTS["thai"])  # fmt: skip
+    (tmp_path / "own.txt").write_text("A text of mine. " * 400)
+    called = CliRunner().invoke(
+        app, ["recall", str(WEIGHTS), "--tasks", ",".join(tasks), "--haystack", str(tmp_path / "own.txt")]
+    )
+    assert called.exit_code == 2 and re.search(message, called.stderr)
+
+
+def test_a_haystack_that_some_tasks_use_comes_with_a_note(tmp_path: Path, capsys) -> None:
+    own, both = "A text of mine. It is long. " * 600, ["niah_single_2", "niah_multikey_2"]
+    settings = {"lengths": (600,), "num_samples": 1, "insist": True}
+    model, note = build("llama"), "the haystack (the given text) is not used by niah_multikey_2"
+    result = measure_recall(model, characters(), tasks=both, haystack=own, **settings)
+    assert f"note: {note}" in str(result) and result.settings["haystack"] == "the given text"
+    built_in = measure_recall(model, characters(), tasks=both, **settings)
+    assert not built_in.notes and built_in.settings["haystack"] == "prose of Python's manual"
+    assert measure_recall(model, characters(), tasks="niah_multikey_2", **settings).settings["haystack"] is None
+    rows = Dataset.from_dict({"prompt": ["a"] * 10, "completion": ["b"] * 10})
+    replay(rows, byte_bpe(), 0.2, haystack=own, tasks=both, lengths=(900,))
+    assert f"routeguard: replay: note: {note}" in capsys.readouterr().out
+    probe = RecallProbe(tasks=both, haystack=own, tokenizer=characters(), **settings)
+    run(model, tmp_path, probe, max_steps=1)
+    assert f"note: {note}" in capsys.readouterr().out and note in probe.results[1].notes[0]
 
 
 def test_hard_wrapped_prose_is_not_cut_at_its_lines() -> None:

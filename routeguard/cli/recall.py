@@ -69,10 +69,13 @@ def recall(
 
     MODEL is a model or adapter folder, with its tokenizer.
     """
+    from routeguard.recall.haystack_use import chosen_haystack
     from routeguard.recall.measure import measure_recall
+    from routeguard.recall.registry import find_tasks
 
     wanted, names = parse_lengths(lengths), [name.strip() for name in tasks.split(",")]
     text = None if haystack is None else read_file(haystack, "--haystack")
+    chosen_haystack(text, find_tasks(names))  # refusals before the model is loaded
     if output is not None:
         refuse_no_place(output / "recall.json", "--output")
     loaded, tokenizer = load_model(model, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import ClassVar
 
 from routeguard.recall.key_words import Split
 from routeguard.recall.task import Draft, Material, Rendered, place
@@ -21,6 +22,7 @@ class DemoNeedles:
     name: str = "demo_needles"
     num_needles: int = NUM_NEEDLES
     joiner: str = ""
+    uses_haystack: ClassVar[bool] = False
 
     def draft(self, rng: random.Random, material: Material, depth: float | None) -> Draft:
         from routeguard.demo.tasks import DIGITS, NAMES

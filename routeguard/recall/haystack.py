@@ -42,6 +42,11 @@ class Haystack:
             raise ValueError(f"{len(self.words)} words need as many marks, or none; got {len(self.marks)}")
 
     @property
+    def builtin(self) -> bool:
+        """Whether it is the built-in prose, which nobody chose."""
+        return self is builtin_prose()
+
+    @property
     def unit(self) -> str:
         """What most of its words are: "words" or "characters"."""
         return "characters" if 2 * sum(mark & GLUED for mark in self.marks) > len(self.words) else "words"

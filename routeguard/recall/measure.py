@@ -11,7 +11,8 @@ from typing import Any, get_args
 
 from routeguard.recall.answering import Method, answer_forced, answer_generated, refuse_without_generation
 from routeguard.recall.encoding import Encoder
-from routeguard.recall.haystack import Haystack, as_haystack
+from routeguard.recall.haystack import Haystack
+from routeguard.recall.haystack_use import chosen_haystack, haystack_notes, haystack_origin
 from routeguard.recall.journal import Journal, fingerprint
 from routeguard.recall.logits import max_positions, takes_prompts_in_pieces
 from routeguard.recall.quiet import undisturbed
@@ -19,7 +20,7 @@ from routeguard.recall.registry import DEFAULT_TASKS, find_tasks
 from routeguard.recall.result import RecallResult
 from routeguard.recall.sample import Sample, build_sample
 from routeguard.recall.scores import SampleScore
-from routeguard.recall.task import Task, uses_prose
+from routeguard.recall.task import Task
 
 Progress = Callable[[int, int, float], None]
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -69,7 +70,7 @@ class Plan:
             "depths": list(self.depths),
             "num_samples": self.num_samples,
             "seed": self.seed,
-            "haystack": self.haystack.origin,
+            "haystack": haystack_origin(self.haystack, self.tasks),
             "reserve_tokens": self.reserve_tokens,
         }
 
@@ -119,7 +120,8 @@ def measure_recall(
         progress: called with samples done, samples in all, and the estimated seconds left.
 
     Raises ValueError for lengths beyond the model's positions, too short for the needles, or longer than the haystack;
-    for a tokenizer without the words; for a model that cannot generate or read in pieces where that is asked.
+    for a haystack that no task uses; for a tokenizer without the words; for a model that cannot generate or read in
+    pieces where that is asked.
     """
     if method not in get_args(Method):
         raise ValueError(f"no method {method!r}; there are {', '.join(get_args(Method))}")
@@ -129,9 +131,9 @@ def measure_recall(
             raise ValueError("prefill_tokens works with method='forced' only")
     if prefill_tokens is not None and prefill_tokens < 1:
         raise ValueError(f"prefill_tokens must be at least 1; got {prefill_tokens}")
-    plan = Plan(
-        find_tasks(tasks), tuple(lengths), tuple(depths), num_samples, as_haystack(haystack), seed, reserve_tokens
-    )
+    asked = find_tasks(tasks)
+    text = chosen_haystack(haystack, asked)
+    plan = Plan(asked, tuple(lengths), tuple(depths), num_samples, text, seed, reserve_tokens)
     encoder = Encoder(tokenizer, chat=chat)
     if not insist:
         _refuse_beyond_positions(model, plan)
@@ -235,12 +237,7 @@ def _notes(plan: Plan, tokenizer: Any, method: Method) -> Iterator[str]:
             f"{', '.join(several)}: teacher-forced, several values are expected in one order (that of the text, "
             "of several names that of the question); method='generated' takes them in any order, as RULER does"
         )
-    words = len(plan.haystack.words)
-    prose = any(map(uses_prose, plan.tasks))
-    if prose and plan.haystack.repeats and max(plan.lengths) > words:
-        yield f"the haystack ({plan.haystack.origin}) has {words:,} {plan.haystack.unit}; longer contexts repeat it"
-    if prose:
-        yield from plan.haystack.notes
+    yield from haystack_notes(plan.haystack, plan.tasks, max(plan.lengths))
 
 
 def _name(model: Any) -> str:

@@ -50,6 +50,10 @@ class NeedleTask:
                 "each must be at least 1, and no more queries than keys"
             )
 
+    @property
+    def uses_haystack(self) -> bool:
+        return self.filling == "prose"
+
     def draft(self, rng: random.Random, material: Material, depth: float | None) -> Draft:
         keys = _distinct(rng, self.keys, self.num_keys, material.split)
         values = _distinct(rng, self.values, self.num_keys * self.num_values, material.split)

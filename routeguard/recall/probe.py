@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from transformers import TrainerCallback
 
-from routeguard.recall.haystack import as_haystack
+from routeguard.recall.haystack_use import chosen_haystack
 from routeguard.recall.probe_budget import affordable
 from routeguard.recall.probe_failures import Failures, release_memory
 from routeguard.recall.probe_record import RECORD_FILE, append_failure, append_record, begin_record
@@ -19,7 +19,7 @@ from routeguard.recall.probe_summary import closing, opening
 from routeguard.recall.quiet import undisturbed
 from routeguard.recall.registry import find_tasks
 from routeguard.recall.result import RecallResult
-from routeguard.recall.task import Task, uses_prose
+from routeguard.recall.task import Task
 from routeguard.training.engines import sharding_engine
 from routeguard.training.trainer_access import find_trainer, holds
 
@@ -92,7 +92,7 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
         self.action = action
         self.tokenizer = tokenizer
         self.chat = chat
-        self.haystack = as_haystack(haystack)
+        self.haystack = chosen_haystack(haystack, self.tasks)
         self.seed = seed
         self.batch_tokens = batch_tokens
         self.insist = insist
@@ -205,7 +205,7 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
             every=self.every,
             share=self.share,
             trained_tokens=asked.trained_tokens,
-            notes=self.haystack.notes if any(map(uses_prose, self.tasks)) else (),
+            notes=asked.notes,
         )
 
     def _try(self, model: Any, args: Any, state: Any, control: Any, *, restored: bool = False) -> None:
@@ -237,7 +237,7 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
             self._spent += took
             self._took = max(took, self._took)  # what fails at once is not tried again at once
         self._took = took
-        result = RecallResult(tuple(scores), asked.settings)
+        result = RecallResult(tuple(scores), asked.settings, asked.notes)
         if restored:
             self.restored = result
         else:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from routeguard.recall.answering import answer_forced
 from routeguard.recall.encoding import Encoder
+from routeguard.recall.haystack_use import haystack_notes
 from routeguard.recall.logits import max_positions
 from routeguard.recall.measure import DEPTHS, Plan
 from routeguard.recall.probe_budget import ProbeBudget, choose_budget, training_passes
@@ -30,6 +31,7 @@ class ProbeSamples:
         settings: what results carry.
         trained_tokens: the training length; None where the rows do not tell it.
         budget: how many samples there are, and what they are estimated to cost.
+        notes: about the haystack.
     """
 
     samples: tuple[Sample, ...]
@@ -37,6 +39,7 @@ class ProbeSamples:
     settings: dict[str, Any]
     trained_tokens: int | None
     budget: ProbeBudget
+    notes: tuple[str, ...] = ()
 
     @property
     def lengths(self) -> list[int]:
@@ -104,7 +107,8 @@ def probe_samples(
                 raise
             lengths = longer
     settings = {**plan.to_dict(), "method": "forced", "chat": probe.chat}
-    return ProbeSamples(tuple(samples), tokenizer, settings, trained, budget)
+    notes = haystack_notes(plan.haystack, plan.tasks, max(lengths))
+    return ProbeSamples(tuple(samples), tokenizer, settings, trained, budget, notes)
 
 
 def _default(trained: int, positions: int | None) -> tuple[int, ...]:

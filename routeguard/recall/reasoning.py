@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass, replace
 
 from routeguard.recall.demo_needles import DemoNeedles
-from routeguard.recall.task import Draft, Material, Rendered, Task
+from routeguard.recall.task import Draft, Material, Rendered, Task, uses_haystack
 
 SUFFIX = "+reasoning"
 
@@ -42,6 +42,10 @@ class AfterReasoning:
     @property
     def joiner(self) -> str:
         return self.task.joiner
+
+    @property
+    def uses_haystack(self) -> bool:
+        return uses_haystack(self.task)
 
     def draft(self, rng: random.Random, material: Material, depth: float | None) -> Draft:
         draft = self.task.draft(rng, material, depth)

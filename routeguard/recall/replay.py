@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from routeguard.recall.encoding import Encoder
-from routeguard.recall.haystack import as_haystack
+from routeguard.recall.haystack_use import chosen_haystack, haystack_notes
 from routeguard.recall.reasoning import SUFFIX
 from routeguard.recall.registry import find_tasks
 from routeguard.recall.result import RecallResult
 from routeguard.recall.sample import Sample, build_sample
-from routeguard.recall.task import Task, uses_prose
+from routeguard.recall.task import Task
 
 if TYPE_CHECKING:
     from routeguard.recall.probe import RecallProbe
@@ -59,7 +59,7 @@ def replay(
             value as well. Columns that nobody reads are better removed from the dataset.
 
     Raises ValueError for a share out of range or too small for a single row, for other columns that `fill` does not
-    name, other kinds of dataset, for tasks that the probe asks, and for a probe that is none.
+    name, other kinds of dataset, for tasks that the probe asks, a probe that is none, and a haystack that no task uses.
     """
     style = _style(dataset)
     filling = _filling(dataset, style, dict(fill or {}))
@@ -72,7 +72,7 @@ def replay(
         )
     chosen = _tasks(tasks, probe)
     encoder = Encoder(tokenizer, chat=style in ("messages", "prompt messages"))
-    text = as_haystack(haystack)
+    text = chosen_haystack(haystack, chosen)
     rng = random.Random(f"replay/{seed}")
     samples = [
         build_sample(
@@ -93,7 +93,7 @@ def replay(
         f"{list(lengths)} tokens; a probe on these kinds proves little (their names and values are not the probe's)",
         flush=True,
     )
-    for note in text.notes if any(map(uses_prose, chosen)) else ():
+    for note in haystack_notes(text, chosen):
         print(f"routeguard: replay: note: {note}", flush=True)
     return _mixed(dataset, rows, rng)
 

@@ -50,7 +50,7 @@ class Draft(Protocol):
 
 
 class Task(Protocol):
-    """A kind of question."""
+    """A kind of question. One that does not write with its material's haystack says so: `uses_haystack = False`."""
 
     @property
     def name(self) -> str:
@@ -70,9 +70,9 @@ class Task(Protocol):
         """
 
 
-def uses_prose(task: Task) -> bool:
-    """Whether a task, or the one that it asks after reasoning, hides its values in the haystack's prose."""
-    return getattr(getattr(task, "task", task), "filling", "") == "prose"
+def uses_haystack(task: Task) -> bool:
+    """Whether a task hides its values in the haystack; your own do, unless `uses_haystack` is False there."""
+    return bool(getattr(task, "uses_haystack", True))
 
 
 def place(

@@ -6,6 +6,7 @@ import itertools
 import random
 import string
 from dataclasses import dataclass
+from typing import ClassVar
 
 from routeguard.recall import templates
 from routeguard.recall.key_words import Split, draw_letters, draw_number
@@ -30,6 +31,7 @@ class VariableTask:
     num_hops: int = 4
     example: bool = True
     joiner: str = ""
+    uses_haystack: ClassVar[bool] = False
 
     def draft(self, rng: random.Random, material: Material, depth: float | None) -> Draft:
         names = _variables(rng, self.num_hops + 1, 5, material.split)
