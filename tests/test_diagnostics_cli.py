@@ -93,8 +93,8 @@ def test_locality_of_data_and_gradient(dataset: Path) -> None:
 def test_formats_of_data_give_the_same_tokens(tmp_path: Path) -> None:
     from datasets import Dataset
 
-    from routeguard.diagnostics.sample_layouts import sample_labels, sample_tokens
-    from routeguard.diagnostics.texts import read_samples
+    from routeguard.diagnostics.sample_draw import draw_tokens
+    from routeguard.diagnostics.sample_layouts import sample_document
 
     tokenizer, text = load_tokenizer(), "let k07 4 2 river ask k07 4 2"
     expected = [tokenizer(text)["input_ids"]]
@@ -107,21 +107,20 @@ def test_formats_of_data_give_the_same_tokens(tmp_path: Path) -> None:
     for name, row in rows.items():
         path = tmp_path / f"{name}.jsonl"
         path.write_text(json.dumps(row))
-        assert sample_tokens(tokenizer, read_samples(path)) == expected, name
+        assert draw_tokens(path, tokenizer, max_tokens=99).documents == expected, name
     Dataset.from_list([rows["text"]]).save_to_disk(tmp_path / "folder")
     Dataset.from_list([rows["text"]]).to_parquet(tmp_path / "data.parquet")
     (tmp_path / "plain.txt").write_text(text)
     for name in ("folder", "data.parquet", "plain.txt"):
-        assert sample_tokens(tokenizer, read_samples(tmp_path / name)) == expected, name
-    completion = sample_labels(tokenizer, [rows["prompt"]], expected)
-    assert completion is not None and completion[0] == [-100] * 6 + expected[0][6:]
-    assert sample_labels(tokenizer, [{"input_ids": [1, 2], "labels": [-100, 2]}], [[1, 2]]) == [[-100, 2]]
-    assert sample_labels(tokenizer, [rows["text"]], expected) is None
+        assert draw_tokens(tmp_path / name, tokenizer, max_tokens=99).documents == expected, name
+    drawn = draw_tokens(tmp_path / "prompt.jsonl", tokenizer, max_tokens=99, with_labels=True)
+    assert drawn.labels == [[-100] * 6 + expected[0][6:]]
+    assert draw_tokens(tmp_path / "text.jsonl", tokenizer, max_tokens=99, with_labels=True).labels is None
     with pytest.raises(ValueError, match="name one column"):
-        sample_tokens(tokenizer, [{"other": text}])
-    assert sample_tokens(tokenizer, [{"other": text}], column="other") == expected
+        sample_document(tokenizer, {"other": text})
+    assert sample_document(tokenizer, {"other": text}, column="other").ids == expected[0]
     with pytest.raises(ValueError, match="no column 'x'"):
-        sample_tokens(tokenizer, [{"other": text}], column="x")
+        sample_document(tokenizer, {"other": text}, column="x")
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from routeguard.diagnostics.sample_layouts import sample_labels, sample_tokens
-from routeguard.diagnostics.texts import read_samples, read_text
+from routeguard.diagnostics.sample_files import read_samples
+from routeguard.diagnostics.sample_layouts import sample_document
+from routeguard.diagnostics.texts import read_text
 from tests.recall_tokenizers import byte_bpe
 
 USER, ASSISTANT = {"role": "user", "content": "some words"}, {"role": "assistant", "content": "yes it is."}
@@ -17,18 +18,18 @@ CHAT = "<|user|>some words<|end|><|assistant|>yes it is.<|end|>"
 
 def read(sample: dict[str, Any], **kinds: bool) -> str:
     tokenizer = byte_bpe(**kinds)
-    return str(tokenizer.decode(sample_tokens(tokenizer, [sample])[0]))
+    return str(tokenizer.decode(sample_document(tokenizer, sample).ids))
 
 
 def counted(sample: dict[str, Any], **kinds: bool) -> str | None:
-    """The text that the loss counts; None where no labels are made."""
+    """The text that the loss counts; None where all counts."""
     tokenizer = byte_bpe(**kinds)
-    documents = sample_tokens(tokenizer, [sample])
-    labels = sample_labels(tokenizer, [sample], documents)
-    if labels is None:
+    document = sample_document(tokenizer, sample)
+    ids, labels = document.ids, document.labels
+    if labels == ids:
         return None
-    assert [a for a, b in zip(labels[0], documents[0], strict=True) if a != b] == [-100] * labels[0].count(-100)
-    return str(tokenizer.decode([label for label in labels[0] if label != -100]))
+    assert [a for a, b in zip(labels, ids, strict=True) if a != b] == [-100] * labels.count(-100)
+    return str(tokenizer.decode([label for label in labels if label != -100]))
 
 
 def test_share_gpt_reads_as_messages_do() -> None:
@@ -88,13 +89,22 @@ def test_the_end_mark_of_a_prompt_alone_takes_no_token_of_the_answer() -> None:
     assert counted(sample, ends=True) == " three</s>"
 
 
-def test_samples_of_several_layouts_and_own_labels() -> None:
-    tokenizer = byte_bpe()
-    samples = [{"text": "one"}, {"prompt": "one", "completion": " two"}, {"input_ids": [5, 6], "labels": [-100, 6]}]
-    documents = sample_tokens(tokenizer, samples)
-    labels = sample_labels(tokenizer, samples, documents)
-    assert labels is not None and labels[0] == documents[0] and labels[2] == [-100, 6]
-    assert -100 in labels[1]
+def test_own_labels_come_first() -> None:
+    sample = {"prompt": "one", "completion": " two", "input_ids": [5, 6], "labels": [-100, 6]}
+    assert sample_document(byte_bpe(), sample).labels == [-100, 6]
+    assert sample_document(byte_bpe(), sample, with_labels=False).labels == [5, 6]
+
+
+def test_a_prompt_ends_at_the_same_token_in_fast_and_slow_tokenizers() -> None:
+    fast = byte_bpe()
+
+    class Slow:
+        def __call__(self, text: str) -> Any:
+            return fast(text)
+
+    for prompt, answer in (("one two", " three"), ("one tw", "o three"), ("", "three"), ("añ", "ñb")):
+        sample = {"prompt": prompt, "completion": answer}
+        assert sample_document(fast, sample) == sample_document(Slow(), sample), prompt
 
 
 def test_files(tmp_path: Path) -> None:

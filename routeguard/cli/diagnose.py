@@ -238,10 +238,12 @@ def locality(
 
     DATA is a JSONL, JSON, parquet or text file, or a folder of datasets.
     """
+    from dataclasses import replace
+
+    from routeguard.diagnostics.autocorrelation import MAX_TOKENS
     from routeguard.diagnostics.locality import LENGTHS
     from routeguard.diagnostics.locality import locality as measure
-    from routeguard.diagnostics.sample_layouts import sample_labels, sample_tokens
-    from routeguard.diagnostics.texts import read_samples
+    from routeguard.diagnostics.sample_draw import draw_tokens
 
     _check_plot(plot)
     if tokenizer is None and model is None:
@@ -250,12 +252,13 @@ def locality(
     loaded, found = load_model(model) if model is not None else (None, None)
     if tokenizer is not None:
         found = load_tokenizer(tokenizer)
-    samples = read_samples(data)
-    documents = sample_tokens(found, samples, column=column)
+    # Twice what the gradient takes: sequences without a label that counts are left out.
+    enough = MAX_TOKENS if model is None else max(MAX_TOKENS, 2 * tokens * sequences)
+    drawn = draw_tokens(data, found, max_tokens=enough, column=column, with_labels=model is not None)
     report = measure(
-        documents,
+        drawn.documents,
         model=loaded,
-        labels=None if column else sample_labels(found, samples, documents),
+        labels=drawn.labels,
         lengths=wanted,
         threshold=threshold,
         max_lag=max_lag,
@@ -263,6 +266,7 @@ def locality(
         num_sequences=sequences,
         insist=insist,
     )
+    report = replace(report, read=drawn.read)
     _show(report, as_json=as_json, plot=plot)
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from routeguard.diagnostics.gradient import GradientLocality
+    from routeguard.diagnostics.sample_draw import DataRead
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 THRESHOLD = 0.01
@@ -37,6 +38,7 @@ class LocalityReport:
         threshold: shares of the gradient below count as hardly reinforced.
         normalisation: of the autocorrelation that `W_data` is fitted to.
         unlabelled: packed sequences of the data left out of the gradient, for they have no label that counts.
+        read: how much of the dataset's file the documents are; None where documents were given.
     """
 
     data: TokenAutocorrelation
@@ -45,6 +47,7 @@ class LocalityReport:
     threshold: float = THRESHOLD
     normalisation: Normalisation = "covariance"
     unlabelled: int = 0
+    read: DataRead | None = None
 
     def verdict(self, one: Reach) -> Verdict:
         """What training does at a length: unknown without a model, and where neither measured nor well fitted."""
@@ -93,11 +96,12 @@ class LocalityReport:
             "unreinforced": list(self.unreinforced),
             "unknown": list(self.unknown),
             "unlabelled_sequences": self.unlabelled,
+            "read": None if self.read is None else vars(self.read),
         }
 
     def __str__(self) -> str:
         source = "token autocorrelation (no model was given)" if self.gradient is None else "gradient on attention"
-        lines = [str(self.data)]
+        lines = [str(self.data)] if self.read is None else [str(self.read), str(self.data)]
         if self.gradient is not None:
             lines.append(str(self.gradient))
         if self.unlabelled:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
-
-from routeguard.diagnostics.texts import refuse_many_unknown
 
 IGNORED = -100  # label of a token that the loss leaves out
 PROMPTS = ("prompt", "instruction", "question", "query")
@@ -23,41 +22,57 @@ _ROLES = {
 }
 
 
-def sample_tokens(
-    tokenizer: Any, samples: Iterable[Mapping[str, Any]], *, column: str | None = None
-) -> list[list[int]]:
-    """Token ids of each sample, as training would see them.
+@dataclass(frozen=True)
+class Document:
+    """A sample as tokens.
+
+    Attributes:
+        ids: token ids, as training would see them.
+        labels: like ids, −100 where the loss does not count.
+        from_text: the tokenizer read a plain text (not turns of a chat, nor ids).
+    """
+
+    ids: list[int]
+    labels: list[int]
+    from_text: bool
+
+
+def sample_document(
+    tokenizer: Any, sample: Mapping[str, Any], *, column: str | None = None, with_labels: bool = True
+) -> Document:
+    """Tokens of a sample, as training would see them, and which of them the loss counts.
 
     A sample is read, in this order, from `column` if given; `input_ids`; `messages` or `conversations` (role/content or
     ShareGPT's from/value; chat template, or contents joined by newlines where the tokenizer has none); `prompt` with
     `completion`, end to end; `text`; another prompt with its answer (instruction, input, output, say), joined by
     newlines; an only column of text called content, completion, response, output or answer.
 
-    Raises ValueError for a sample of another layout, and for texts that the tokenizer does not know.
+    Labels are a `labels` field, or the prompt left out (−100); all count with `column` or without `with_labels`. A
+    prompt ends with its last character (fast tokenizers), or where the tokens of prompt and answer together part from
+    those of the prompt alone (chats, slow tokenizers: there the prompt is tokenised again).
+
+    Raises ValueError for a sample of another layout.
     """
-    parts = [_read(sample, column)[1] for sample in samples]
-    documents = [_ids(tokenizer, part) for part in parts]
-    texts = [ids for ids, part in zip(documents, parts, strict=True) if isinstance(part, str)]
-    refuse_many_unknown(tokenizer, [token for ids in texts for token in ids])
-    return documents
+    prompt, whole = _read(sample, column)
+    given = sample.get("labels") if with_labels and column is None else None
+    if given or not with_labels or prompt is None:
+        ids = _ids(tokenizer, whole)
+        labels = _numbers(given) if given else ids
+    else:
+        ids, same = _with_prompt(tokenizer, prompt, whole)
+        labels = [IGNORED] * same + ids[same:]
+    return Document(ids, labels, isinstance(whole, str))
 
 
-def sample_labels(
-    tokenizer: Any, samples: Sequence[Mapping[str, Any]], documents: Sequence[Sequence[int]]
-) -> list[list[int]] | None:
-    """Labels of `sample_tokens`' documents: a `labels` field, or prompts left out (−100); None where all count.
-
-    A prompt ends where the tokens of prompt and answer together part from those of the prompt alone.
-    """
-    found = []
-    for sample, document in zip(samples, documents, strict=True):
-        if sample.get("labels"):
-            found.append(_numbers(sample["labels"]))
-            continue
-        prompt, _ = _read(sample, None)
-        same = 0 if prompt is None else _common(_ids(tokenizer, prompt, before_answer=True), document)
-        found.append([IGNORED] * same + list(document[same:]))
-    return None if all(list(a) == list(b) for a, b in zip(found, documents, strict=True)) else found
+def _with_prompt(tokenizer: Any, prompt: Any, whole: Any) -> tuple[list[int], int]:
+    """Tokens of prompt and answer, and how many of them are the prompt's."""
+    if isinstance(whole, str) and getattr(tokenizer, "is_fast", False):
+        found = tokenizer(whole, return_offsets_mapping=True)
+        ends = [end for _, end in found["offset_mapping"]]
+        same = next((number for number, end in enumerate(ends) if end > len(prompt)), len(ends))
+        return list(found["input_ids"]), same
+    ids = _ids(tokenizer, whole)
+    return ids, _common(_ids(tokenizer, prompt, before_answer=True), ids)
 
 
 def _read(sample: Mapping[str, Any], column: str | None) -> tuple[Any, Any]:

@@ -1,8 +1,7 @@
-"""Text to measure on: a text file, a table of samples, or prose that Python itself ships."""
+"""Text to measure on: a text file, or prose that Python itself ships."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,43 +56,3 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from None
-
-
-def read_samples(path: str | Path) -> list[dict[str, Any]]:
-    """Samples of a dataset: a JSONL, JSON or parquet file, a plain text file, or a folder of `datasets.save_to_disk`.
-
-    A text file is one sample. Raises ValueError for what cannot be read.
-    """
-    path = Path(path)
-    if path.is_dir():
-        from datasets import DatasetDict, load_from_disk
-
-        try:
-            loaded = load_from_disk(str(path))
-        except Exception as error:
-            raise ValueError(f"{path} is not a folder of datasets.save_to_disk: {error}") from None
-        if isinstance(loaded, DatasetDict):
-            loaded = loaded["train"] if "train" in loaded else loaded[next(iter(loaded))]
-        return [dict(row) for row in loaded]
-    if not path.is_file():
-        raise ValueError(f"{path} is neither a file nor a dataset folder")
-    if path.suffix == ".parquet":
-        from datasets import Dataset
-
-        try:
-            return [dict(row) for row in Dataset.from_parquet(str(path))]
-        except Exception as error:
-            raise ValueError(f"{path} is not a parquet file that can be read: {error}") from None
-    content = read_text(path)
-    try:
-        if path.suffix == ".jsonl":
-            rows = [json.loads(line) for line in content.split("\n") if line.strip()]
-        elif path.suffix == ".json":
-            rows = json.loads(content)
-        else:
-            rows = [{"text": content}]
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not {path.suffix[1:].upper()}: {error}") from None
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{path} holds no list of samples (objects with a text, messages or input_ids field)")
-    return rows
