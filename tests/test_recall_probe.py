@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -119,6 +120,30 @@ def test_a_resumed_run_keeps_its_first_measurement(tmp_path: Path) -> None:
     record.write_text("\n".join([json.dumps({"schema_version": 7}), *damaged[1:]]))
     with pytest.raises(ValueError, match="schema version 7"):
         read_recall(record)
+
+
+def test_a_resumed_run_that_asks_otherwise_says_so(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    again = {**saving, "resume": str(tmp_path / "checkpoint-2")}
+    run(tiny("lfm2"), tmp_path, probe(), **saving)
+    record = tmp_path / "routeguard" / "recall.jsonl"
+    written = record.read_text()
+    with pytest.raises(ValueError, match=r"lengths was \[40, 56\] and is \[40\].*; give the settings of then, leave"):
+        run(tiny("lfm2"), tmp_path, probe(lengths=(40,), max_drop=0.5), **again)
+    assert record.read_text() == written and not record.with_name("recall.1.jsonl").exists()
+    message = r"seed was 0 and is 4.*its record is kept as .*recall\.1\.jsonl; drops are now counted from .*, at step 2"
+    insisting = probe(seed=4, max_drop=0.5, insist=True)
+    with pytest.warns(UserWarning, match=message):
+        run(tiny("lfm2"), tmp_path, insisting, **again)
+    assert sorted(insisting.results) == [2, 3, 4] and record.with_name("recall.1.jsonl").read_text() == written
+    with pytest.warns(UserWarning, match="num_samples was 2 and is 1"):
+        run(tiny("lfm2"), tmp_path, probe(seed=4, num_samples=1), **again)
+    record.unlink()
+    with pytest.warns(UserWarning, match=r"has no measurement in .*recall\.jsonl; drops are now counted"):
+        run(tiny("lfm2"), tmp_path, probe(max_drop=0.5), **again)
+    with warnings.catch_warnings():  # the same settings: nothing to say
+        warnings.filterwarnings("error", message=".*is resumed")
+        run(tiny("lfm2"), tmp_path, probe(max_drop=0.5), **again)
 
 
 @pytest.mark.parametrize(

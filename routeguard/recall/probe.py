@@ -49,7 +49,8 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
         num_samples: samples for each task and length. None (default): as many as let the first and the last measurement
             take half of `share`, by an estimate (`probe_budget`), but 4 at least and 16 at most.
         max_drop: how far accuracy at any length may fall below the first measurement, 0 to 1, before the probe acts.
-            None (default): it never does.
+            None (default): it never does. A resumed run counts from its own first measurement, and is refused where
+            the probe's settings are others now (a warning with `insist`).
         action: "warn" or "stop": what it does then.
         tokenizer: None: the Trainer's `processing_class`.
         chat, haystack, seed, batch_tokens, insist: as in `measure_recall`.
@@ -142,7 +143,13 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
         self._spent = time.monotonic() - self._began  # making samples is part of the cost
         self._go_first_at_the_end()
         record = Path(args.output_dir) / RECORD_FILE
-        self._first = begin_record(record, self._asked.settings, resume_step=state.global_step)
+        self._first = begin_record(
+            record,
+            self._asked.settings,
+            resume_step=state.global_step,
+            limited=self.max_drop is not None,
+            insist=self.insist,
+        )
         print(self._opening(self._asked), flush=True)
         self._measure(self._asked, model, args, state, control)  # a failure here ends the training before it began
 

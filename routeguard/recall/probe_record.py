@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,32 @@ SCHEMA_VERSION = 1
 RECORD_FILE = "routeguard/recall.jsonl"  # inside the Trainer's output folder
 
 
-def begin_record(path: Path, settings: dict[str, Any], *, resume_step: int) -> dict[int, float]:
+def begin_record(
+    path: Path, settings: dict[str, Any], *, resume_step: int, limited: bool = False, insist: bool = False
+) -> dict[int, float]:
     """Start a record, or go on with the one of the same run up to `resume_step`; another run's is moved aside.
 
-    Returns the first accuracies of the run by length; empty for a fresh one.
+    Returns the first accuracies of the run by length; empty for a fresh one. Warns where a resumed run asks otherwise
+    than its record did, so that its drops are counted from another measurement.
+
+    Args:
+        path: the record.
+        settings: what is asked now.
+        resume_step: the step that the run goes on from; 0 for a fresh run.
+        limited: whether the probe acts on drops (`max_drop`); then such a run is refused,
+        insist: unless this is True.
+
+    Raises ValueError for that.
     """
-    first = first_accuracies(path, settings) if resume_step else {}
+    begun = _first_result(path) if resume_step else None
+    changes = {} if begun is None else changed_settings(begun.settings, settings)
+    text = "; ".join(f"{name} was {old!r} and is {new!r}" for name, (old, new) in changes.items())
+    if changes and limited and not insist:
+        raise ValueError(
+            f"the run that is resumed was probed otherwise ({path}): {text}. max_drop would be counted from a new "
+            f"first measurement at step {resume_step}; give the settings of then, leave max_drop out, or insist=True"
+        )
+    first = {} if begun is None or changes else _accuracies(begun)
     kept: list[str] = []
     if first:
         for line in path.read_text(encoding="utf-8").splitlines()[1:]:
@@ -29,7 +50,15 @@ def begin_record(path: Path, settings: dict[str, Any], *, resume_step: int) -> d
             except (json.JSONDecodeError, KeyError):
                 continue  # the half-written end of a killed run
     else:
-        _move_aside(path)
+        aside = _move_aside(path)
+        if changes or (limited and resume_step):
+            why = f"was probed otherwise ({text})" if changes else f"has no measurement in {path}"
+            kept_as = "" if aside is None else f" its record is kept as {aside};"
+            warnings.warn(
+                f"the run that is resumed {why};{kept_as} drops are now counted from the first measurement of this "
+                f"run, at step {resume_step}",
+                stacklevel=2,
+            )
     path.parent.mkdir(parents=True, exist_ok=True)
     header = json.dumps({"schema_version": SCHEMA_VERSION, "settings": settings})
     path.write_text("\n".join([header, *kept]) + "\n", encoding="utf-8")
@@ -83,21 +112,30 @@ def recorded_num_samples(record: Path) -> int | None:
     return number if isinstance(number, int) and number > 0 else None
 
 
-def first_accuracies(record: Path, settings: dict[str, Any]) -> dict[int, float]:
-    """What a resumed run measured first, by length; empty if nothing comparable is there."""
-    if not record.is_file():
-        return {}
-    results = read_probe_record(record)
-    first = results[min(results)] if results else None
-    if first is None or first.settings != json.loads(json.dumps(settings)):
-        return {}
-    return {int(cell.label[0]): cell.accuracy for cell in first.by_length()}
+def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Settings by name that are not the same, as they were and as they are."""
+    new = json.loads(json.dumps(new))
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    # Earlier records name the built-in prose even where no task uses a haystack.
+    return {n: (old.get(n), new.get(n)) for n in names if not (n == "haystack" and new.get(n) is None)}
 
 
-def _move_aside(path: Path) -> None:
-    """Keep what another run left there."""
-    if path.exists():
-        number = 1
-        while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-            number += 1
-        path.rename(aside)
+def _first_result(record: Path) -> RecallResult | None:
+    """What a run measured first; None if there is nothing."""
+    results = read_probe_record(record) if record.is_file() else {}
+    return results[min(results)] if results else None
+
+
+def _accuracies(result: RecallResult) -> dict[int, float]:
+    return {int(cell.label[0]): cell.accuracy for cell in result.by_length()}
+
+
+def _move_aside(path: Path) -> Path | None:
+    """Keep what another run left there; gives its new name."""
+    if not path.exists():
+        return None
+    number = 1
+    while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(aside)
+    return aside
