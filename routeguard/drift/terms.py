@@ -73,11 +73,17 @@ def _term(cell: Cell, held: Held, start: Tensor, rows: Rows | None, kernel: Kern
 
 
 def start_squares(terms: Sequence[Term], cells: Sequence[Cell], held: Sequence[Held]) -> Tensor:
-    """‖W₀‖² of each cell, `[cells]`."""
+    """‖W₀‖² of each cell, `[cells]`: of everything that makes it up, also where it cannot move."""
     device = terms[0].start_squared.device if terms else (held[0].parameter.device if held else torch.device("cpu"))
     sums = {cell: torch.zeros((), device=device) for cell in cells}
     for term in terms:
         sums[term.cell] = sums[term.cell] + term.start_squared.to(device)
+    for h in held:
+        if h.part == "base" and not h.trainable and h.parameter.dtype.is_floating_point:
+            for route in h.routes:
+                rows = take_rows(h.parameter.detach(), route.rows, h.dim)
+                cell = (route.layer, route.role)
+                sums[cell] = sums[cell] + h.share * squared_norm(rows).to(device)
     return torch.stack(list(sums.values()))
 
 
