@@ -211,6 +211,10 @@ def test_picture_of_a_head(text: Path, tuned: Path, tmp_path: Path) -> None:
     assert list(parsed["states"]) == ["before", "after", "restored"]
     assert parsed["states"]["restored"] == parsed["states"]["before"] != parsed["states"]["after"]
     assert len(parsed["log_ratio"]) == 64
+    assert list(parsed["last_query"]) == ["before", "after", "restored"]
+    for name, last in parsed["last_query"].items():  # 64 tokens in 64 cells: the map's own last row
+        assert last == pytest.approx(parsed["states"][name][-1], abs=1e-6) and sum(last) == pytest.approx(1, abs=1e-4)
+    assert len(result.stdout.splitlines()) < 4 * 64 + 60  # a line a row, not a line a number
 
 
 def test_importance_names_the_layer_that_recall_hangs_on(tmp_path: Path) -> None:

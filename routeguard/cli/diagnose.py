@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -287,16 +285,9 @@ def _rows(tokenizer: Any, text: Path | None, tokens: int, sequences: int) -> Any
 
 
 def _show(result: Any, *, as_json: bool, plot: Path | None) -> None:
-    click.echo(json.dumps(_finite(result.to_dict()), indent=2, allow_nan=False) if as_json else str(result))
+    from routeguard.diagnostics.json_text import json_text
+
+    click.echo(json_text(result.to_dict()) if as_json else str(result))
     if plot is not None:
         result.plot(plot)
         click.echo(f"picture: {plot}", err=True)
-
-
-def _finite(value: Any) -> Any:
-    """The same data with None for infinite and undefined numbers, for which JSON has no word."""
-    if isinstance(value, dict):
-        return {name: _finite(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -91,6 +91,7 @@ class RoutingPicture:
             "marks": {name: list(span) for name, span in self.marks.items()},
             "received": {mark: {state: self.received(state, mark) for state in self.states} for mark in self.marks},
             "states": {name: state.values.tolist() for name, state in self.states.items()},
+            "last_query": {name: state.last_query.tolist() for name, state in self.states.items()},
             "log_ratio": None if ratio is None else [[None if v != v else v for v in row] for row in ratio.tolist()],
         }
 
