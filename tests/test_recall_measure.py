@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,6 @@ from routeguard.recall.needles import NeedleTask
 from routeguard.recall.reasoning import AfterReasoning
 from routeguard.recall.registry import find_task
 from tests.recall_tokenizers import byte_bpe, characters
-from tests.standins import hypenet
 from tests.zoo.build import build
 from tests.zoo.case import text as case_of
 
@@ -170,39 +169,6 @@ def test_the_fingerprint_sees_each_weight_and_the_configuration() -> None:
     assert fingerprint(model) != first
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lengths": (5000,)}, "length 5000 is beyond the 4096 positions"),
-        ({"lengths": (20,)}, "length 20 is too short for demo_needles"),
-        ({"lengths": ()}, "give lengths"),
-        ({"depths": (0.5, 1.5)}, "depths lie between 0"),
-        ({"tasks": "demo_needles+reasoning"}, "no words for a chain of thought"),
-        ({"method": "guessed"}, "no method 'guessed'"),
-        ({"tasks": "niah_single_1"}, "words that this tokenizer does not know"),
-        ({"method": "generated", "prefill_tokens": 8}, "method='forced' only"),
-        ({"prefill_tokens": 16}, "when a prompt of demo_needles is read in pieces"),
-    ],
-)
-def test_refusals(options: dict, message: str) -> None:
-    model = load_model()
-    if "prefill_tokens" in options:  # a convolution that starts anew with every piece
-        import types
-
-        original = model.forward
-        model.forward = types.MethodType(
-            lambda self, input_ids, cache=None, past_key_values=None, **rest: original(input_ids, **rest), model
-        )
-    settings = {"tasks": "demo_needles", "lengths": (128,), "num_samples": 1, **options}
-    with pytest.raises(ValueError, match=message):
-        measure_recall(model, load_tokenizer(), **settings)
-
-
-def test_a_model_that_cannot_generate_is_refused() -> None:
-    with pytest.raises(ValueError, match="cannot generate; use method='forced'"):
-        measure_recall(hypenet(), characters(), tasks="niah_single_1", lengths=(420,), method="generated")
-
-
 @dataclass
 class OwnTask:
     """A task of a user's own that cannot be hashed, as a dataclass with == cannot."""
@@ -226,6 +192,30 @@ def test_tasks_of_ones_own_need_not_be_hashable() -> None:
         lengths=(2400,), num_samples=1, insist=True,
     )  # fmt: skip
     assert asked.tasks == ("niah_single_2+reasoning", "two+reasoning")
+
+
+@dataclass
+class OneLine(OwnTask):
+    """Its question stands on the line of its text."""
+
+    def draft(self, rng, material, depth):
+        draft = super().draft(rng, material, depth)
+        render = draft.render
+
+        def one_line(num_words: int, extra: str = ""):
+            rendered = render(num_words, extra)
+            return replace(rendered, turns=(rendered.turns[0].replace("\n", " "),))
+
+        object.__setattr__(draft, "render", one_line)
+        return draft
+
+
+def test_a_question_that_cannot_be_told_from_its_text_is_refused_after_reasoning() -> None:
+    own = OneLine("mine", ["a"])
+    settings = {"lengths": (2400,), "num_samples": 1, "insist": True}
+    assert measure_recall(build("llama"), characters(), tasks=[own], **settings).tasks == ("mine",)
+    with pytest.raises(ValueError, match=r"no 'mine\+reasoning': the last turn of mine has no line break"):
+        measure_recall(build("llama"), characters(), tasks=[AfterReasoning(own)], **settings)
 
 
 def test_several_values_teacher_forced_carry_a_note() -> None:

@@ -154,6 +154,13 @@ def test_a_resumed_run_that_asks_otherwise_says_so(tmp_path: Path) -> None:
         ({"action": "shout"}, "no action 'shout'"),
         ({"max_drop": 10}, "give 0.1 for ten points"),
         ({"tasks": "niah"}, "no recall task"),
+        ({"lengths": ()}, "give lengths of at least 1 token"),
+        ({"lengths": 4096}, "lengths=4096: give a sequence"),
+        ({"lengths": (4096.5,)}, "length 4096.5 is not a whole number"),
+        ({"lengths": (512.0,)}, "length 512.0 is not a whole number"),
+        ({"lengths": "4k"}, "lengths='4k': give a sequence"),
+        ({"batch_tokens": 0}, "batch_tokens=0: give a whole number"),
+        ({"num_samples": 0}, "num_samples=0: give a whole number"),
     ],
 )
 def test_settings_that_make_no_sense(changes: dict, message: str) -> None:

@@ -45,6 +45,16 @@ def new_rows(mixed: Dataset) -> list[dict]:
     return [row for row in mixed if "special magic" in str(row)]
 
 
+def test_lengths_that_are_none_are_refused() -> None:
+    for lengths, message in (
+        ((), "give lengths of at least 1"),
+        (512, "lengths=512: give a seq"),
+        ((9.5,), "length 9.5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replay(plain(90), byte_bpe(), 0.1, lengths=lengths)
+
+
 def test_text_rows_hide_and_answer(capsys) -> None:
     tokenizer = byte_bpe()
     call = {"lengths": (400, 500), "tasks": ["niah_single_2", "niah_multikey_1"], "fill": {"source": None}}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from routeguard.recall.answering import Method, answer_forced, answer_generated, refuse_without_generation
+from routeguard.recall.checks import check_at_least_one, check_lengths
 from routeguard.recall.encoding import Encoder
 from routeguard.recall.haystack import Haystack
 from routeguard.recall.haystack_use import chosen_haystack, haystack_notes, haystack_origin
@@ -129,11 +130,13 @@ def measure_recall(
         refuse_without_generation(model)
         if prefill_tokens is not None:
             raise ValueError("prefill_tokens works with method='forced' only")
-    if prefill_tokens is not None and prefill_tokens < 1:
-        raise ValueError(f"prefill_tokens must be at least 1; got {prefill_tokens}")
+    if prefill_tokens is not None:
+        check_at_least_one("prefill_tokens", prefill_tokens)
+    check_at_least_one("batch_tokens", batch_tokens)
+    check_at_least_one("num_samples", num_samples)
     asked = find_tasks(tasks)
     text = chosen_haystack(haystack, asked)
-    plan = Plan(asked, tuple(lengths), tuple(depths), num_samples, text, seed, reserve_tokens)
+    plan = Plan(asked, check_lengths(lengths), tuple(depths), num_samples, text, seed, reserve_tokens)
     encoder = Encoder(tokenizer, chat=chat)
     if not insist:
         _refuse_beyond_positions(model, plan)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from transformers import TrainerCallback
 
+from routeguard.recall.checks import check_at_least_one, check_lengths, check_probe
 from routeguard.recall.haystack_use import chosen_haystack
 from routeguard.recall.probe_budget import affordable
 from routeguard.recall.probe_failures import Failures, release_memory
@@ -76,15 +77,11 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
         batch_tokens: int = 16384,
         insist: bool = False,
     ) -> None:
-        if every is not None and every < 1:
-            raise ValueError(f"every={every} steps; give at least 1, or None to keep the cost below share={share}")
-        if not 0 < share <= 1:
-            raise ValueError(f"share={share} of the training time; it lies above 0 and up to 1")
-        if action not in ("warn", "stop"):
-            raise ValueError(f"no action {action!r}; there are 'warn' and 'stop'")
-        if max_drop is not None and not 0 < max_drop <= 1:
-            raise ValueError(f"max_drop={max_drop}; accuracies lie between 0 and 1, so give 0.1 for ten points")
-        self.lengths = None if lengths is None else tuple(lengths)
+        check_probe(every, share, max_drop, action)
+        check_at_least_one("batch_tokens", batch_tokens)
+        if num_samples is not None:
+            check_at_least_one("num_samples", num_samples)
+        self.lengths = None if lengths is None else check_lengths(lengths)
         self.tasks = find_tasks(tasks)
         self.every = every
         self.share = share

@@ -22,7 +22,8 @@ class AfterReasoning:
         task: a task whose question is the last line of its text.
         num_steps: length of the chain; a step is a sentence of about 25 tokens.
 
-    Raises ValueError for the demo's needles, whose language has no words for a chain of thought.
+    Raises ValueError for the demo's needles, whose language has no words for a chain of thought; samples of it raise
+    ValueError where the question is not on a line of its own.
     """
 
     task: Task
@@ -50,11 +51,12 @@ class AfterReasoning:
     def draft(self, rng: random.Random, material: Material, depth: float | None) -> Draft:
         draft = self.task.draft(rng, material, depth)
         numbers = [rng.randint(11, 99) for _ in range(self.num_steps + 1)]
-        return _ReasoningDraft(draft, _problem(numbers), _chain(numbers))
+        return _ReasoningDraft(self.task.name, draft, _problem(numbers), _chain(numbers))
 
 
 @dataclass(frozen=True)
 class _ReasoningDraft:
+    task: str
     draft: Draft
     problem: str
     chain: str
@@ -70,7 +72,12 @@ class _ReasoningDraft:
     def render(self, num_words: int, extra: str = "") -> Rendered:
         rendered = self.draft.render(num_words, extra)
         *before, last = rendered.turns
-        text, question = last.rsplit("\n", 1)
+        text, line_break, question = last.rpartition("\n")
+        if not line_break:
+            raise ValueError(
+                f"no '{self.task}{SUFFIX}': the last turn of {self.task} has no line break, so that its question "
+                "cannot be told from its text; have the task put its question on a line of its own, the last"
+            )
         return replace(rendered, turns=(*before, f"{text}\n{self.problem}", self.chain, question))
 
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from routeguard.recall.checks import check_lengths
 from routeguard.recall.encoding import Encoder
 from routeguard.recall.haystack_use import chosen_haystack, haystack_notes
 from routeguard.recall.reasoning import SUFFIX
@@ -70,7 +71,7 @@ def replay(
         raise ValueError(
             f"share={share} of {len(dataset)} rows is less than one row; give at least {1 / len(dataset):.2g}"
         )
-    chosen = _tasks(tasks, probe)
+    chosen, lengths = _tasks(tasks, probe), check_lengths(lengths)
     encoder = Encoder(tokenizer, chat=style in ("messages", "prompt messages"))
     text = chosen_haystack(haystack, chosen)
     rng = random.Random(f"replay/{seed}")
