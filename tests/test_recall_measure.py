@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from routeguard import RecallResult, measure_recall
 from routeguard.cli.main import app
@@ -237,6 +239,20 @@ def test_the_command_measures_writes_and_prints(tmp_path: Path) -> None:
     assert (tmp_path / "recall.png").read_bytes()[1:4] == b"PNG"
     as_json = runner.invoke(app, [*arguments, "--json"])
     assert RecallResult.from_dict(json.loads(as_json.stdout)).scores == RecallResult.load(tmp_path).scores
+
+
+def test_an_adapters_result_is_labelled_with_its_own_folder(tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    load_model().save_pretrained(base)
+    loaded = AutoModelForCausalLM.from_pretrained(base)
+    get_peft_model(loaded, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")).save_pretrained(adapter)
+    for folder in (base, adapter):
+        load_tokenizer().save_pretrained(folder)
+        arguments = ["recall", str(folder), "--tasks", "demo_needles", "--lengths", "64", "--samples", "1", "--json"]
+        called = runner.invoke(app, [*arguments, "--output", str(tmp_path / "out")])
+        assert called.exit_code == 0, called.output
+        assert json.loads(called.stdout)["settings"]["model"] == str(folder)
+        assert RecallResult.load(tmp_path / "out").settings["model"] == str(folder)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,6 +97,8 @@ def recall(
         resume=None if output is None else output / "recall.partial.jsonl",
         progress=_tell,
     )
+    # An adapter's model names its base; the result is of the folder that was given.
+    result = replace(result, settings={**result.settings, "model": str(Path(model))})
     click.echo(json.dumps(result.to_dict(), indent=1) if as_json else str(result))
     if output is not None:
         _write(result, output)
