@@ -45,6 +45,12 @@ def new_rows(mixed: Dataset) -> list[dict]:
     return [row for row in mixed if "special magic" in str(row)]
 
 
+@pytest.mark.parametrize("style", ["text", "prompt messages", "messages"])
+def test_messages_come_with_a_word_on_the_loss(style: str, capsys) -> None:
+    replay(plain(40) if style == "text" else own(40, style), byte_bpe(chat=True), 0.05)
+    assert ("only if the Trainer has assistant_only_loss=True" in capsys.readouterr().out) == (style == "messages")
+
+
 def test_lengths_that_are_none_are_refused() -> None:
     for lengths, message in (
         ((), "give lengths of at least 1"),

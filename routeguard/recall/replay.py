@@ -94,6 +94,12 @@ def replay(
         f"{list(lengths)} tokens; a probe on these kinds proves little (their names and values are not the probe's)",
         flush=True,
     )
+    if style == "messages":
+        print(
+            "routeguard: replay: with messages the loss is on the answers only if the Trainer has "
+            "assistant_only_loss=True; without it, it is on the whole haystack too",
+            flush=True,
+        )
     for note in haystack_notes(text, chosen):
         print(f"routeguard: replay: note: {note}", flush=True)
     return _mixed(dataset, rows, rng)
