@@ -193,3 +193,31 @@ def test_liger(mode: str, tmp_path: Path) -> None:
         for name, guards in (("guarded", [MODES[mode]()]), ("free", []))
     )
     check(mode, trainer, free, held(tiny("llama")))
+
+
+@each_mode
+def test_forwards_that_are_replaced_on_the_instances_as_liger_does(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for Liger, whose kernels need a GPU: `train()` puts other forwards of the same sums into modules."""
+    replaced: list[str] = []
+
+    def apply(model: nn.Module, config: Any) -> None:
+        for name, module in model.named_modules():
+            if type(module).__name__.endswith("MLP"):
+                module.forward = fused.__get__(module)
+                replaced.append(name)
+
+    def fused(self: Any, x: Tensor) -> Tensor:
+        calls.append(1)
+        down: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return down
+
+    calls: list[int] = []
+    monkeypatch.setattr("transformers.trainer.apply_liger_kernel", apply)
+    trainer, free = (
+        run(tiny("llama"), tmp_path / name, *guards, use_liger_kernel=True)
+        for name, guards in (("guarded", [MODES[mode]()]), ("free", []))
+    )
+    assert replaced and calls
+    check(mode, trainer, free, held(tiny("llama")))
