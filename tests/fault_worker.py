@@ -15,6 +15,8 @@ from transformers import TrainerCallback
 
 from routeguard import QKRestore, RouteGuard, Track
 from routeguard.training import session
+from tests.engine_worker import let_accelerate_shard_on_cpus
+from tests.engines import SAVING, settings, state
 from tests.loops import tiny
 from tests.trainers import run
 
@@ -38,25 +40,27 @@ def killed_in_restore(model: Any, *arguments: Any, **options: Any) -> Any:
     os._exit(KILLED)
 
 
-def main(folder: Path, what: str) -> None:
+def killed_in_restore_of_shards(shards: Any, *arguments: Any, **options: Any) -> Any:
+    with torch.no_grad():
+        for shard in shards[: len(shards) // 2]:
+            shard.parameter.zero_()
+    os._exit(KILLED)
+
+
+def main(engine: str, folder: Path, what: str) -> None:
+    if engine == "fsdp2":
+        let_accelerate_shard_on_cpus()
     if what == "restore":
         session.restore = killed_in_restore  # type: ignore[assignment]
+        session.restore_shards = killed_in_restore_of_shards  # type: ignore[assignment]
     callbacks = [KilledInStep()] if what == "step" else []
     resume = None
     if what == "resume":
         resume = str(max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1])))
-    trainer = run(
-        tiny("lfm2"),
-        folder,
-        RouteGuard(Track(), QKRestore()),
-        *callbacks,
-        resume=resume,
-        train_sampling_strategy="sequential",
-        save_strategy="steps",
-        save_steps=2,
-    )
-    torch.save(dict(trainer.model.named_parameters()), folder / f"end.{os.environ['RANK']}.pt")
+    options = {"train_sampling_strategy": "sequential", **SAVING, **settings(engine, "whole tensors, restored")}
+    trainer = run(tiny("lfm2"), folder, RouteGuard(Track(), QKRestore()), *callbacks, resume=resume, **options)
+    torch.save(state(trainer)["parameters"], folder / f"end.{os.environ['RANK']}.pt")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
