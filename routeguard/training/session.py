@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +104,7 @@ class Session:
         )
         self.state = guard.run_state(start.digest, start.origin, start.stage)
         self.starts = start_values(held, start.reference, fresh=not resumed, earlier=start.shards)
-        self.start = start if self.shards is None else replace(start, shards=self.starts)
+        self.start = start if self.shards is None else start.of_shards(self.starts, is_first=is_main)
         try:
             self._start_protection(inner_optimizer(optimizer), scheduler, self.starts)
             self.still = Stillness(frozen) if frozen is not None else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,13 @@ class Start:
     stage: int
     reference: Reference | None
     shards: Mapping[str, Tensor] | None = None
+
+    def of_shards(self, shards: Mapping[str, Tensor], *, is_first: bool) -> Start:
+        """The same start where this process keeps its part; all but the first process let go of whole tensors."""
+        reference = self.reference
+        if reference is not None and not is_first:
+            reference = replace(reference, tensors={}, known_digest=self.digest)
+        return replace(self, reference=reference, shards=shards)
 
 
 def find_start(
