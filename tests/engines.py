@@ -13,19 +13,13 @@ import pytest
 import torch
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from routeguard import Anchor, LowLR, QKRestore, RouteGuard, Track, find_routes, read_drift
+from routeguard import RouteGuard, find_routes, read_drift
 from routeguard.routes.names import without_late_wrappers
 from routeguard.sharding.whole import whole_tensor
 from tests.loops import tiny
-from tests.trainers import run
+from tests.trainers import MODES, run
 
-GUARDS: dict[str, Callable[[], RouteGuard | None]] = {
-    "unguarded": lambda: None,
-    "freeze": RouteGuard,
-    "low_lr": lambda: RouteGuard(LowLR(0.1)),
-    "anchor": lambda: RouteGuard(Anchor(30.0)),
-    "restored": lambda: RouteGuard(Track(), QKRestore()),
-}
+GUARDS: dict[str, Callable[[], RouteGuard | None]] = {"unguarded": lambda: None, **MODES}
 HELD = ("freeze", "restored")  # modes after which the held rows equal their start
 RESUMED = ("freeze", "low_lr", "anchor", "restored")
 SAVING = {"save_strategy": "steps", "save_steps": 2}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,19 +12,13 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from trl import BEMACallback
 
-from routeguard import Anchor, Interpolate, LowLR, QKPro, QKRestore, RouteGuard, Track, find_routes
+from routeguard import Interpolate, QKPro, QKRestore, RouteGuard, Track, find_routes
 from routeguard.protect.rows import take_rows
 from tests.loops import assert_moved, assert_same, routed_values, tiny
-from tests.trainers import make, run
+from tests.trainers import MODES, make, run
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-MODES: dict[str, Callable[[], RouteGuard]] = {
-    "freeze": RouteGuard,
-    "low_lr": lambda: RouteGuard(LowLR(0.1)),
-    "anchor": lambda: RouteGuard(Anchor(30.0)),
-    "restored": lambda: RouteGuard(Track(), QKRestore()),
-}
 CASES = ["lfm2", "qwen3_5_text"]  # whole tensors; rows beside a gate's
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,13 @@ from torch import Tensor, nn
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from routeguard import Anchor, LowLR, QKRestore, RouteGuard, Track, find_routes
+from routeguard import RouteGuard, find_routes
 from routeguard.drift.record import read_record
 from tests.loops import HIGH, LOW, assert_moved, assert_same, routed_values, tiny
-from tests.trainers import dataset, parameters, run, settings, tokenizer
+from tests.trainers import MODES, dataset, parameters, run, settings, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-MODES: dict[str, Callable[[], RouteGuard]] = {
-    "freeze": RouteGuard,
-    "low_lr": lambda: RouteGuard(LowLR(0.1)),
-    "anchor": lambda: RouteGuard(Anchor(30.0)),
-    "restored": lambda: RouteGuard(Track(), QKRestore()),
-}
 CASES = ["lfm2", "qwen3_5_text"]  # whole tensors; rows beside a gate's
 each_mode = pytest.mark.parametrize("mode", MODES)
 each_case = pytest.mark.parametrize("case", CASES)

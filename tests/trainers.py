@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,15 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from trl import SFTConfig, SFTTrainer
 
+from routeguard import Anchor, LowLR, QKRestore, RouteGuard, Track
 from tests.loops import HIGH, LOW
+
+MODES: dict[str, Callable[[], RouteGuard]] = {
+    "freeze": RouteGuard,
+    "low_lr": lambda: RouteGuard(LowLR(0.1)),
+    "anchor": lambda: RouteGuard(Anchor(30.0)),
+    "restored": lambda: RouteGuard(Track(), QKRestore()),
+}
 
 
 def dataset(rows: int = 24, length: int = 16) -> Dataset:

@@ -99,7 +99,7 @@ class _Copying:
     def __exit__(self, *exception: object) -> None:
         self._stopped.set()
         self._copier.shutdown()
-        self._flusher.__exit__(*exception)
+        self._flusher.close()
 
     def wait(self) -> None:
         """Until every file is copied and on the disk. Raises what copying raised."""

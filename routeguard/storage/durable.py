@@ -34,6 +34,10 @@ class Flusher:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Until what has been started is done; nothing can be flushed afterwards."""
         self._pool.shutdown()
 
     def early(self, path: Path) -> None:
