@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 
@@ -32,24 +31,6 @@ def last_logits(model: Any, input_ids: Tensor, keep: int, *, prefill_tokens: int
     for start in range(0, head, prefill_tokens):
         _forward(model, input_ids[:, start : min(start + prefill_tokens, head)], 1, cache)
     return _forward(model, input_ids[:, head:], keep, cache)
-
-
-@torch.no_grad()
-def takes_prompts_in_pieces(model: Any, input_ids: Tensor, keep: int, prefill_tokens: int) -> bool:
-    """Whether reading in pieces gives the logits of reading at once, found out by doing both on `input_ids`.
-
-    Many recurrent and convolution layers start anew with each piece; their answers would be wrong without a warning.
-    The cache is used even if `input_ids` are no longer than a piece.
-    """
-    prefill_tokens = min(prefill_tokens, input_ids.shape[1] - keep)
-    try:
-        pieces = last_logits(model, input_ids, keep, prefill_tokens=prefill_tokens)
-    except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError, IndexError, KeyError):
-        return False
-    whole = last_logits(model, input_ids, keep)
-    scale = whole.std().clamp_min(1e-6)
-    tolerance = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.1
-    return bool(((pieces - whole).abs().max() / scale) < tolerance)
 
 
 def model_config(model: Any) -> Any:

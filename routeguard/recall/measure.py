@@ -15,7 +15,8 @@ from routeguard.recall.encoding import Encoder
 from routeguard.recall.haystack import Haystack
 from routeguard.recall.haystack_use import chosen_haystack, haystack_notes, haystack_origin
 from routeguard.recall.journal import Journal, fingerprint
-from routeguard.recall.logits import max_positions, takes_prompts_in_pieces
+from routeguard.recall.logits import max_positions
+from routeguard.recall.prefill_trial import takes_prompts_in_pieces
 from routeguard.recall.quiet import undisturbed
 from routeguard.recall.registry import DEFAULT_TASKS, find_tasks
 from routeguard.recall.result import RecallResult
