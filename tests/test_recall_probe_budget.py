@@ -14,9 +14,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 
 from routeguard import RecallProbe, read_recall
+from routeguard.demo.model import load_tokenizer
 from routeguard.recall import probe as probe_module
-from routeguard.recall.probe_budget import affordable, choose_budget, step_passes, training_passes
-from routeguard.recall.probe_record import recorded_num_samples
+from routeguard.recall.probe_budget import affordable, choose_budget, choose_questions, step_passes, training_passes
+from routeguard.recall.probe_record import recorded_settings
+from routeguard.recall.registry import find_tasks
 from routeguard.recall.training_length import longest_row, mean_row_tokens, training_length
 from tests.loops import tiny
 from tests.test_recall_probe import probe
@@ -82,6 +84,44 @@ def test_short_rows_are_short_whatever_max_length_says() -> None:
         training_length(SimpleNamespace(max_length=None))
 
 
+@pytest.mark.parametrize(
+    ("passes", "tasks", "lengths", "left_out"),
+    [
+        (1e9, 2, (100, 200), ""),
+        (6.5e5, 2, (100, 200), ""),  # 4 samples of 600 tokens, twice, are 0.74 %
+        (6e5, 1, (100, 200), "niah_multikey_2"),
+        (3e5, 1, (200,), "niah_multikey_2, 100 tokens"),
+        (1e3, 1, (200,), "niah_multikey_2, 100 tokens"),  # even that is too much
+        (None, 2, (100, 200), ""),
+    ],
+)
+def test_a_short_training_is_asked_less(passes, tasks, lengths, left_out) -> None:
+    both = find_tasks(probe_module.PROBE_TASKS)
+    settings = {"passes": passes, "share": 0.01, "every": None, "max_steps": 0}
+    asked = choose_questions(both, (100, 200), None, fewer_tasks=True, fewer_lengths=True, **settings)
+    assert asked.tasks == both[:tasks] and asked.lengths == lengths
+    assert [f": {left_out}" in note for note in asked.notes] == ([True] if left_out else [])
+    if passes is not None and passes > 1e3:
+        assert asked.budget.ends <= 0.0075
+    kept = choose_questions(both, (100, 200), None, fewer_tasks=False, fewer_lengths=False, **settings)
+    assert kept.tasks == both and kept.lengths == (100, 200) and not kept.notes
+
+
+def test_what_is_left_open_shrinks_and_stays_so_on_resume(tmp_path: Path, capsys) -> None:
+    """A run of 4 steps trains on 768 passes; two measurements of 4 samples at 40 and 56 tokens take as many."""
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    open_lengths = {"lengths": None, "num_samples": None, "every": None, "tokenizer": load_tokenizer()}
+    short = RecallProbe(tasks="demo_needles", share=0.9, **open_lengths)
+    run(tiny("lfm2"), tmp_path, short, max_steps=4, **saving)
+    out = capsys.readouterr().out
+    assert "left out to keep the cost near share=90.00% of so short a training: " in out
+    (length,) = short.results[0].lengths
+    assert length > 16
+    resumed = RecallProbe(tasks="demo_needles", share=0.9, **open_lengths)
+    run(tiny("lfm2"), tmp_path, resumed, max_steps=40, resume=str(tmp_path / "checkpoint-2"), **saving)
+    assert resumed.results[40].lengths == (length,)  # a fresh run of 40 steps could afford both
+
+
 class StopAtOnce(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         control.should_training_stop = True
@@ -126,14 +166,14 @@ def test_a_resumed_run_keeps_its_number(tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 2}
     run(tiny("lfm2"), tmp_path, probe(num_samples=None, share=1.0), max_steps=4, **saving)
     record = tmp_path / "routeguard" / "recall.jsonl"
-    assert recorded_num_samples(record) == 4
+    assert recorded_settings(record)["num_samples"] == 4
     resumed = probe(num_samples=None, share=1.0)
     run(tiny("lfm2"), tmp_path, resumed, max_steps=14, resume=str(tmp_path / "checkpoint-2"), **saving)
     assert resumed.results[14].settings["num_samples"] == 4  # a fresh run of 14 steps would have 7
     assert sorted(read_recall(record)) == list(range(15))
-    assert recorded_num_samples(tmp_path / "nothing") is None
+    assert recorded_settings(tmp_path / "nothing") is None
     record.write_text("[]\n")
-    assert recorded_num_samples(record) is None
+    assert recorded_settings(record) is None
 
 
 @pytest.mark.parametrize(("first", "later"), [(0.1, 0.1), (0.3, 0.1), (0.1, 0.2)])

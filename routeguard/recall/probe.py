@@ -17,7 +17,7 @@ from routeguard.recall.probe_failures import Failures, release_memory
 from routeguard.recall.probe_record import RECORD_FILE, append_failure, append_record, begin_record
 from routeguard.recall.probe_samples import ProbeSamples, probe_samples
 from routeguard.recall.probe_summary import closing, opening
-from routeguard.recall.quiet import undisturbed
+from routeguard.recall.quiet import undisturbed, unwrapped
 from routeguard.recall.registry import find_tasks
 from routeguard.recall.result import RecallResult
 from routeguard.recall.task import Task
@@ -43,12 +43,13 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
         lengths: context lengths in tokens. None (default): the training length (the longest row, `max_length` at most)
             and twice that, because recall is lost beyond it first; doubled until the needles fit in, and as far as the
             model's positions go.
-        tasks: kinds of question; they should not be those that `replay` trains on.
+        tasks: kinds of question, not those that `replay` trains on. None (default): `PROBE_TASKS`.
         every: steps between measurements. None (default): as often as all of them, the last one included, take at most
             `share` of the time so far. The first and the last measurement always take place.
         share: that share, 0.01 by default.
         num_samples: samples for each task and length. None (default): as many as let the first and the last measurement
-            take half of `share`, by an estimate (`probe_budget`), but 4 at least and 16 at most.
+            take half of `share`, by an estimate (`probe_budget`), 4 to 16. Where a training is too short for 4, less of
+            what is left open is asked: the first task only, then the greatest length only.
         max_drop: how far accuracy at any length may fall below the first measurement, 0 to 1, before the probe acts.
             None (default): it never does. A resumed run counts from its own first measurement, and is refused where
             the probe's settings are others now (a warning with `insist`).
@@ -64,7 +65,7 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
         self,
         *,
         lengths: Sequence[int] | None = None,
-        tasks: str | Task | Iterable[str | Task] = PROBE_TASKS,
+        tasks: str | Task | Iterable[str | Task] | None = None,
         every: int | None = None,
         share: float = 0.01,
         num_samples: int | None = None,
@@ -82,7 +83,8 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
         if num_samples is not None:
             check_at_least_one("num_samples", num_samples)
         self.lengths = None if lengths is None else check_lengths(lengths)
-        self.tasks = find_tasks(tasks)
+        self.tasks = find_tasks(PROBE_TASKS if tasks is None else tasks)
+        self.tasks_given = tasks is not None
         self.every = every
         self.share = share
         self.num_samples = num_samples
@@ -203,7 +205,7 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
 
     def _opening(self, asked: ProbeSamples) -> str:
         return opening(
-            [task.name for task in self.tasks],
+            [task.name for task in asked.tasks],
             asked.lengths,
             asked.budget,
             every=self.every,
@@ -251,7 +253,7 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
         append_record(Path(args.output_dir) / RECORD_FILE, step, took, result, restored=restored)
         name = "recall_restored" if restored else "recall"
         metrics = {f"{name}/@{length}": accuracy for length, accuracy in by_length.items()}
-        if len(self.tasks) > 1:
+        if len(asked.tasks) > 1:
             metrics |= {f"{name}/{cell.label[0]}@{cell.label[1]}": cell.accuracy for cell in result.cells()}
         self._report(metrics, control)
         return by_length
@@ -291,10 +293,3 @@ class _LastMeasurement(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.probe.measure_last(args, state, control, kwargs["model"])
-
-
-def unwrapped(model: Any) -> Any:
-    """The model below DDP and torch.compile: probing must not make either of them prepare for other lengths."""
-    for _ in range(4):
-        model = getattr(model, "_orig_mod", getattr(model, "module", model))
-    return model

@@ -1,4 +1,4 @@
-"""How many samples a probe can afford: its cost, estimated from what is known before the first step."""
+"""What a probe can afford to ask: its cost, estimated from what is known before the first step."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from routeguard.recall.task import Task
 from routeguard.recall.training_length import mean_row_tokens
 
 FEWEST, MOST = 4, 16  # samples for each task and length
 _UNKNOWN = 8  # where the cost of the training is not known
+_ENDS = 0.75  # of the share, at most; the rest is for making the samples and for what the estimate leaves out
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,22 @@ class ProbeBudget:
     chosen: bool
     ends: float | None
     total: float | None = None
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What a probe asks.
+
+    Attributes:
+        tasks, lengths: each task at each length.
+        budget: how many samples of each.
+        notes: what was left out, if anything.
+    """
+
+    tasks: tuple[Task, ...]
+    lengths: tuple[int, ...]
+    budget: ProbeBudget
+    notes: tuple[str, ...] = ()
 
 
 def training_passes(model: Any, args: Any, dataloader: Any, max_steps: int) -> float | None:
@@ -86,6 +104,51 @@ def choose_budget(
     # The first, and those at multiples of `every`, and the last if it is none of them.
     times = None if every is None else 1 + -(-max_steps // every)
     return ProbeBudget(count, given is None, 2 * one, None if times is None else times * one)
+
+
+def choose_questions(
+    tasks: Sequence[Task],
+    lengths: Sequence[int],
+    given: int | None,
+    *,
+    fewer_tasks: bool,
+    fewer_lengths: bool,
+    passes: float | None,
+    share: float,
+    every: int | None,
+    max_steps: int,
+) -> Questions:
+    """Choose what to ask, so that the first and the last measurement together stay within `share` if that can be.
+
+    In a short training fewer tasks are asked, then fewer lengths: the first task only, then only at the greatest
+    length, which is beyond the training's, where recall is lost first.
+
+    Args:
+        tasks, lengths: what is asked where it can be afforded.
+        given: the number of samples, if it is fixed.
+        fewer_tasks, fewer_lengths: whether those may be reduced.
+        passes, share, every, max_steps: as in `choose_budget`.
+    """
+    forms = [(tuple(tasks), tuple(lengths))]
+    if fewer_tasks and len(tasks) > 1:
+        forms.append((forms[-1][0][:1], forms[-1][1]))
+    if fewer_lengths and len(set(lengths)) > 1:
+        forms.append((forms[-1][0], (max(lengths),)))
+    for asked, at in forms:
+        budget = choose_budget(
+            given,
+            passes=passes,
+            lengths=sorted(set(at)),
+            num_tasks=len(asked),
+            share=share,
+            every=every,
+            max_steps=max_steps,
+        )
+        if budget.ends is None or budget.ends <= _ENDS * share:
+            break
+    left_out = [task.name for task in tasks if task not in asked] + [f"{n} tokens" for n in lengths if n not in at]
+    note = f"left out to keep the cost near share={share:.2%} of so short a training: {', '.join(left_out)}"
+    return Questions(asked, at, budget, (note,) if left_out else ())
 
 
 def affordable(*, spent: float, took: float, since_last: float, elapsed: float, share: float) -> bool:

@@ -102,14 +102,17 @@ def read_probe_record(path: str | Path, *, restored: bool = False) -> dict[int, 
     return found
 
 
-def recorded_num_samples(record: Path) -> int | None:
-    """Samples a task and length of the run whose record that is; None if there is none that can be read."""
+def recorded_settings(record: Path) -> dict[str, Any] | None:
+    """What the run asked whose record that is (`tasks`, `lengths`, `num_samples`, …); None if that cannot be read."""
     try:
         with record.open(encoding="utf-8") as stream:
-            number = json.loads(stream.readline())["settings"]["num_samples"]
+            settings = json.loads(stream.readline())["settings"]
+        number, lengths, tasks = settings["num_samples"], settings["lengths"], settings["tasks"]
     except (OSError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
         return None
-    return number if isinstance(number, int) and number > 0 else None
+    whole = isinstance(lengths, list) and isinstance(tasks, list) and lengths and tasks
+    numbers = [number, *lengths] if whole else []
+    return settings if numbers and all(isinstance(n, int) and n > 0 for n in numbers) else None
 
 
 def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

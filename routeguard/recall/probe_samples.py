@@ -11,10 +11,11 @@ from routeguard.recall.encoding import Encoder
 from routeguard.recall.haystack_use import haystack_notes
 from routeguard.recall.logits import max_positions
 from routeguard.recall.measure import DEPTHS, Plan
-from routeguard.recall.probe_budget import ProbeBudget, choose_budget, training_passes
-from routeguard.recall.probe_record import RECORD_FILE, recorded_num_samples
+from routeguard.recall.probe_budget import ProbeBudget, choose_questions, training_passes
+from routeguard.recall.probe_record import RECORD_FILE, recorded_settings
 from routeguard.recall.sample import Sample, ShortLengthError
 from routeguard.recall.scores import SampleScore
+from routeguard.recall.task import Task
 from routeguard.recall.training_length import longest_row, training_length
 
 if TYPE_CHECKING:
@@ -27,14 +28,16 @@ class ProbeSamples:
 
     Attributes:
         samples: short lengths first.
+        tasks: what they ask; fewer than the probe's where the training is short.
         tokenizer: to show what was predicted.
         settings: what results carry.
         trained_tokens: the training length; None where the rows do not tell it.
         budget: how many samples there are, and what they are estimated to cost.
-        notes: about the haystack.
+        notes: about what was left out to stay within the share, and about the haystack.
     """
 
     samples: tuple[Sample, ...]
+    tasks: tuple[Task, ...]
     tokenizer: Any
     settings: dict[str, Any]
     trained_tokens: int | None
@@ -82,33 +85,42 @@ def probe_samples(
     trained = None if longest is None else training_length(args, longest)
     positions = max_positions(model)
     lengths = _given(probe, positions) if probe.lengths else _default(training_length(args, longest), positions)
-    given = probe.num_samples
-    if given is None and state.global_step:  # a resumed run asks what it asked first
-        given = recorded_num_samples(Path(args.output_dir) / RECORD_FILE)
+    tasks, given = probe.tasks, probe.num_samples
+    shrinks = given is None
+    recorded = recorded_settings(Path(args.output_dir) / RECORD_FILE) if state.global_step else None
+    if given is None and recorded is not None:  # a resumed run asks what it asked first
+        given, shrinks = recorded["num_samples"], False
+        lengths = lengths if probe.lengths else tuple(recorded["lengths"])
+        if not probe.tasks_given:
+            tasks = tuple(task for task in tasks if task.name in recorded["tasks"]) or tasks
     passes = training_passes(model, args, dataloader, state.max_steps)
     encoder = Encoder(tokenizer, chat=probe.chat)
     while True:
-        budget = choose_budget(
+        questions = choose_questions(
+            tasks,
+            lengths,
             given,
+            fewer_tasks=shrinks and not probe.tasks_given,
+            fewer_lengths=shrinks and not probe.lengths,
             passes=passes,
-            lengths=sorted(set(lengths)),
-            num_tasks=len(probe.tasks),
             share=probe.share,
             every=probe.every,
             max_steps=state.max_steps,
         )
-        plan = Plan(probe.tasks, lengths, DEPTHS, budget.num_samples, probe.haystack, probe.seed)
+        plan = Plan(
+            questions.tasks, questions.lengths, DEPTHS, questions.budget.num_samples, probe.haystack, probe.seed
+        )
         try:
             samples = [plan.sample(encoder, *cell, i) for cell in plan.cells() for i in range(plan.num_samples)]
             break
         except ShortLengthError:
-            longer = _default(2 * min(lengths), positions)
-            if probe.lengths or min(longer) == min(lengths):
+            longer = _default(2 * min(questions.lengths), positions)
+            if probe.lengths or min(longer) == min(questions.lengths):
                 raise
             lengths = longer
     settings = {**plan.to_dict(), "method": "forced", "chat": probe.chat}
-    notes = haystack_notes(plan.haystack, plan.tasks, max(lengths))
-    return ProbeSamples(tuple(samples), tokenizer, settings, trained, budget, notes)
+    notes = (*questions.notes, *haystack_notes(plan.haystack, plan.tasks, max(plan.lengths)))
+    return ProbeSamples(tuple(samples), plan.tasks, tokenizer, settings, trained, questions.budget, notes)
 
 
 def _default(trained: int, positions: int | None) -> tuple[int, ...]:

@@ -75,3 +75,10 @@ class _Kept:
             with torch.no_grad():
                 self.value.copy_(self.copy)
         return self.value
+
+
+def unwrapped(model: Any) -> Any:
+    """The model below DDP and torch.compile: probing must not make either of them prepare for other lengths."""
+    for _ in range(4):
+        model = getattr(model, "_orig_mod", getattr(model, "module", model))
+    return model
