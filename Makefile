@@ -4,8 +4,9 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 # One thread a worker: the tests' models are tiny, and two workers on two cores are the faster half of the bargain.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+LAB_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: demo test test-slow test-all check format bench bench-gpu clean
+.PHONY: demo test test-slow test-all check format bench bench-gpu lab lab-full clean
 
 $(VENV)/ready: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -39,6 +40,16 @@ bench: $(VENV)/ready
 
 bench-gpu: $(VENV)/ready
 	$(BIN)/python -m benchmarks --device cuda
+
+lab: $(VENV)/ready
+	$(LAB_ENV) $(BIN)/python -m benchmarks.lab run --quick --workers $(WORKERS)
+
+# Hours; whatever is done stays done, so it may be stopped and started again.
+lab-full: $(VENV)/ready
+	$(LAB_ENV) $(BIN)/python -m benchmarks.lab pretrain --workers $(WORKERS)
+	$(LAB_ENV) $(BIN)/python -m benchmarks.lab run --workers $(WORKERS)
+	$(LAB_ENV) $(BIN)/python -m benchmarks.lab run --confirm --workers $(WORKERS)
+	$(LAB_ENV) $(BIN)/python -m benchmarks.lab report
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,22 @@
+"""Which seeds choose, and which confirm. They are never the same."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Purpose = Literal["development", "confirmation"]
+
+DEVELOPMENT_SEEDS = (0, 1, 2)
+CONFIRMATION_SEEDS = (100, 101, 102, 103, 104)
+CONFIRMATION_SEEDS_ELSEWHERE = CONFIRMATION_SEEDS[:3]  # for all architectures but the main one
+
+
+def purpose_of(seed: int) -> Purpose:
+    """What a seed is for. Raises ValueError for one that is in neither set."""
+    if seed in DEVELOPMENT_SEEDS:
+        return "development"
+    if seed in CONFIRMATION_SEEDS:
+        return "confirmation"
+    raise ValueError(
+        f"seed {seed} is neither one of development {DEVELOPMENT_SEEDS} nor of confirmation {CONFIRMATION_SEEDS}"
+    )

@@ -1,0 +1,1 @@
+"""Scores of a model: recall by kind and length, reasoning, drift."""

@@ -1,0 +1,1 @@
+"""Small pretrained models of several architectures: build them, pretrain them once, load them."""

@@ -1,0 +1,74 @@
+"""Markdown tables of the results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from benchmarks.lab.conditions.table import BEFORE, NONE, QK
+from benchmarks.lab.report.select import Cell, new_results
+
+
+def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; all columns but the first are right-aligned."""
+    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def cell_table(cell: Cell) -> str:
+    """Every condition of a cell: recall by length, reasoning, drift, and the difference to QK-Restore."""
+    longest = cell.lengths[-1]
+    headings = [
+        "condition",
+        "seeds",
+        *(f"recall @{length}" for length in cell.lengths),
+        f"@{longest} against {QK}",
+        "new results",
+        "far look-ups",
+        "Q/K drift",
+    ]
+    rows = []
+    for name in cell.conditions:
+        difference = None if name in (BEFORE, QK) else cell.difference(name, QK, cell.recall)
+        results = cell.results[name]
+        drifts = [result["drift"]["routing"] for result in results.values() if result["drift"]]
+        equal = name == BEFORE or NONE not in cell.results or cell.keeps_reasoning(name)
+        rows.append(
+            [
+                f"`{name}`",
+                str(len(results)),
+                *(cell.estimate(name, cell.recall_at(length)).text() for length in cell.lengths),
+                "" if difference is None else _marked(difference.text(signed=True), difference.above_zero),
+                cell.estimate(name, new_results).text() + ("" if equal else " ↓"),
+                cell.estimate(name, lambda result: float(result["reasoning"]["far"])).text(),
+                f"{sum(drifts) / len(drifts):.2f}" if drifts else "0.00",
+            ]
+        )
+    return markdown(headings, rows)
+
+
+def best_table(cells: Sequence[Cell]) -> str:
+    """Conditions with as much reasoning as plain fine-tuning, by how many cells they beat QK-Restore in."""
+    names = dict.fromkeys(name for cell in cells for name in cell.conditions if name not in (BEFORE, QK, NONE))
+    lines: list[tuple[int, float, list[str]]] = []
+    for name in names:
+        texts, wins, means = [], 0, []
+        for cell in cells:
+            difference = cell.difference(name, QK, cell.recall)
+            if difference is None:
+                texts.append("–")
+                continue
+            equal = cell.keeps_reasoning(name)
+            wins += equal and difference.above_zero
+            means.append(difference.mean if equal else -1.0)
+            texts.append(
+                _marked(difference.text(signed=True), equal and difference.above_zero) + ("" if equal else " ↓")
+            )
+        if means:
+            lines.append((wins, sum(means) / len(means), [f"`{name}`", *texts, f"{wins} of {len(means)}"]))
+    lines.sort(key=lambda line: (-line[0], -line[1]))
+    headings = ["condition", *(f"{cell.architecture} {cell.data}" for cell in cells), "ahead"]
+    return markdown(headings, [row for _, _, row in lines])
+
+
+def _marked(text: str, good: bool) -> str:
+    return f"**{text}**" if good else text
