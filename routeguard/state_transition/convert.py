@@ -1,0 +1,234 @@
+"""`add_state_transition`: give a model's attention layers a linear path, and take it away again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from routeguard.state_transition.cache import StateTransitionCache
+from routeguard.state_transition.config import StateTransitionConfig
+from routeguard.state_transition.hooks import DecoderHooks, LayerHooks
+from routeguard.state_transition.path import LinearPath
+from routeguard.state_transition.projections import find_projections
+from routeguard.state_transition.running import Running
+from routeguard.state_transition.step_tokens import StepTokens
+
+CONFIG_FILE = "state_transition.json"
+WEIGHTS_FILE = "state_transition.safetensors"
+_NAME = "state_transition"  # of the path in its attention module, and of this in the model
+_TOKENS = "step_tokens"
+
+
+class StateTransition:
+    """A conversion that is in place: `add_state_transition` makes it, `remove` undoes it.
+
+    Attributes:
+        model: the converted model; all its own weights are frozen.
+        config: of the conversion.
+        layers: decoder layers with a linear path.
+        enabled: whether steps are seen and paths add anything (`disabled`).
+    """
+
+    def __init__(self, model: Any, config: StateTransitionConfig, *, dtype: torch.dtype | None = None) -> None:
+        if getattr(model, _NAME, None) is not None:
+            raise ValueError("this model has state transition already; remove() it first")
+        head, embedding = _part(model, "get_output_embeddings"), _part(model, "get_input_embeddings")
+        decoder = _part(model, "get_decoder")
+        if decoder is model:
+            raise ValueError(f"{type(model).__name__} is no causal language model around a decoder")
+        projections = find_projections(model, config.layers)
+        _refuse_mixed_caches(model, [one.layer for one in projections])
+        self.base_dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        if dtype is None:
+            dtype = self.base_dtype if self.base_dtype.itemsize >= 4 else torch.float32
+        self.model, self.config = model, config
+        self.layers = tuple(p.layer for p in projections)
+        self.enabled = True
+        self.running: Running | None = None
+        self.tokens = StepTokens(embedding, head, config.token_ids, dtype=dtype)
+        self._were_trained = [p for p in model.parameters() if p.requires_grad]
+        model.requires_grad_(False)
+        self._attached: list[tuple[nn.Module, str]] = []
+        self.paths: dict[int, LinearPath] = {}
+        handles = []
+        for one in projections:
+            path = LinearPath(one, config, dtype=dtype)
+            one.attention.add_module(_NAME, path)
+            self._attached.append((one.attention, _NAME))
+            self.paths[one.layer] = path
+            handles += LayerHooks(self, one, path).handles
+        head.add_module(_TOKENS, self.tokens)
+        self._attached.append((head, _TOKENS))
+        handles += [
+            embedding.register_forward_pre_hook(self.tokens.before_embedding),
+            embedding.register_forward_hook(self.tokens.after_embedding),
+            head.register_forward_hook(self.tokens.after_head),
+            *DecoderHooks(self, decoder).handles,
+        ]
+        self._handles = handles
+        self._sizes = _set_vocabulary(model, self.tokens.size)
+        setattr(model, _NAME, self)
+
+    @property
+    def covers_all_attention(self) -> bool:
+        """Whether every layer of the model is converted."""
+        config = _text_config(self.model)
+        return len(self.layers) == int(config.num_hidden_layers)
+
+    @property
+    def uses_cache(self) -> bool:
+        """Whether the model makes a cache if nobody says so: outside of training, as its configuration wants."""
+        return not self.model.training and bool(getattr(_text_config(self.model), "use_cache", False))
+
+    @property
+    def openness(self) -> dict[int, float]:
+        """By layer, the mean of the gate in the last forward pass; empty without a gate."""
+        found = {layer: path.openness for layer, path in self.paths.items()}
+        return {layer: float(value) for layer, value in found.items() if value is not None}
+
+    def new_cache(self) -> StateTransitionCache:
+        """An empty cache for `generate(past_key_values=…)`; generation makes its own if none is given."""
+        return StateTransitionCache(self.model.config, self.config, self.layers)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What is trained, by names that hold in any model: `layers.3.up.query.weight`, `tokens.inputs`, …"""
+        for layer, path in self.paths.items():
+            yield from ((f"layers.{layer}.{name}", parameter) for name, parameter in path.named_parameters())
+        yield from ((f"tokens.{name}", parameter) for name, parameter in self.tokens.named_parameters())
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """The base model inside: full attention, its own vocabulary, no path."""
+        before = self.enabled, self.tokens.enabled
+        self.enabled = self.tokens.enabled = False
+        running = self.running
+        try:
+            yield
+        finally:
+            self.enabled, self.tokens.enabled = before
+            self.running = running
+
+    def remove(self) -> Any:
+        """Give the base model back: paths, tokens and hooks are gone, weights train again where they did."""
+        for handle in self._handles:
+            handle.remove()
+        for module, name in self._attached:
+            delattr(module, name)
+        for parameter in self._were_trained:
+            parameter.requires_grad_(True)
+        for owner, size in self._sizes:
+            owner.vocab_size = size
+        delattr(self.model, _NAME)
+        return self.model
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the trained weights and the settings to `folder` (not the base model)."""
+        from safetensors.torch import save_file
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = {name: parameter.detach().contiguous().cpu() for name, parameter in self.named_parameters()}
+        save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        (folder / CONFIG_FILE).write_text(self.config.to_json() + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_pretrained(cls, model: Any, folder: str | Path, *, dtype: torch.dtype | None = None) -> StateTransition:
+        """Convert `model` as it was when `folder` was written, with the weights of then.
+
+        Raises ValueError where the folder holds none, or weights of another model.
+        """
+        from safetensors.torch import load_file
+
+        folder = Path(folder)
+        if not (folder / CONFIG_FILE).is_file() or not (folder / WEIGHTS_FILE).is_file():
+            raise ValueError(f"{folder} holds no state transition ({CONFIG_FILE} and {WEIGHTS_FILE})")
+        config = StateTransitionConfig.from_dict(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
+        transition = cls(model, config, dtype=dtype)
+        stored = load_file(folder / WEIGHTS_FILE)
+        own = dict(transition.named_parameters())
+        shapes = {name: tuple(weight.shape) for name, weight in stored.items()}
+        wanted = {name: tuple(parameter.shape) for name, parameter in own.items()}
+        wrong = [name for name in {**wanted, **shapes} if wanted.get(name) != shapes.get(name)]
+        if wrong:
+            transition.remove()
+            raise ValueError(
+                f"{folder} belongs to another model: {len(wrong)} of {len(own)} weights do not fit, the first is "
+                f"{wrong[0]} ({shapes.get(wrong[0])} in the folder, {wanted.get(wrong[0])} in this model)"
+            )
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(stored[name])
+        return transition
+
+    def __str__(self) -> str:
+        trained = sum(parameter.numel() for _, parameter in self.named_parameters())
+        base = sum(parameter.numel() for parameter in self.model.parameters()) - trained
+        return (
+            f"state transition: linear paths in layers {list(self.layers)}, {len(self.config.token_ids)} step tokens; "
+            f"{trained:,} trained parameters beside {base:,} frozen ones ({trained / base:.2%})"
+        )
+
+
+def add_state_transition(
+    model: Any, config: StateTransitionConfig, *, dtype: torch.dtype | None = None
+) -> StateTransition:
+    """Give the full-attention layers of `model` a linear path over finished reasoning steps; the base is frozen.
+
+    In place, by hooks: softmax attention then sees the prompt and its own step only, and finished steps through the
+    path. Until it is trained the path adds nothing, so a text with one step or none gives the base model's logits bit
+    for bit.
+
+    Args:
+        model: a causal language model of transformers, attention "sdpa" or "eager".
+        config: what marks a step, and the sizes.
+        dtype: of what is trained. None (default): the base's, but fp32 for a 16-bit one.
+
+    Returns: `StateTransition`, also at `model.state_transition`.
+
+    Raises ValueError for a model that has it already, no decoder, or layers without projections of their own.
+
+    Source: arXiv 2602.01198; what it leaves open is marked "ours" in `StateTransitionConfig` and `LinearPath`.
+    """
+    return StateTransition(model, config, dtype=dtype)
+
+
+def _part(model: Any, getter: str) -> nn.Module:
+    get = getattr(model, getter, None)
+    part = get() if callable(get) else None
+    if not isinstance(part, nn.Module):
+        raise ValueError(f"{type(model).__name__} does not name its {getter.removeprefix('get_')}: not supported")
+    return part
+
+
+def _refuse_mixed_caches(model: Any, layers: list[int]) -> None:
+    """Layers that keep more than keys and values (attention beside a state-space model) cannot forget steps."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    kept = DynamicCache(config=model.config).layers
+    mixed = {layer: type(kept[layer]).__name__ for layer in layers if type(kept[layer]) is not DynamicLayer}
+    if mixed:
+        raise ValueError(
+            f"layers {sorted(mixed)} cannot get a linear path: they keep more than keys and values while text is "
+            f"generated ({', '.join(sorted(set(mixed.values())))}); choose others with layers="
+        )
+
+
+def _text_config(model: Any) -> Any:
+    get = getattr(model.config, "get_text_config", None)
+    return get() if callable(get) else model.config
+
+
+def _set_vocabulary(model: Any, size: int) -> list[tuple[Any, int]]:
+    """Tell the model's loss how many columns its logits have; returns what was there."""
+    owners = [_text_config(model), *([model] if isinstance(getattr(model, "vocab_size", None), int) else [])]
+    before = [(owner, int(owner.vocab_size)) for owner in owners]
+    for owner in owners:
+        owner.vocab_size = max(size, int(owner.vocab_size))
+    return before

@@ -1,0 +1,138 @@
+"""The hooks that lead a forward pass through the linear paths."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from routeguard.state_transition.cache import StateTransitionCache
+from routeguard.state_transition.layout import step_layout, visible
+from routeguard.state_transition.path import LinearPath
+from routeguard.state_transition.projections import Projections
+from routeguard.state_transition.running import Running
+
+if TYPE_CHECKING:
+    from routeguard.state_transition.convert import StateTransition
+
+_CACHE_NAMES = ("cache", "past_key_values")
+_MASKED = ("sdpa", "eager")  # attention functions that read a mask tensor
+
+
+class DecoderHooks:
+    """Before and after the decoder: find the steps, provide the cache, tidy it up."""
+
+    def __init__(self, transition: StateTransition, decoder: nn.Module) -> None:
+        self.transition = transition
+        parameters = inspect.signature(decoder.forward).parameters
+        self.names = list(parameters)
+        self.handles = [
+            decoder.register_forward_pre_hook(self.before, with_kwargs=True),
+            decoder.register_forward_hook(self.after),
+        ]
+
+    def before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        transition = self.transition
+        transition.running = None
+        if not transition.enabled:
+            return None
+        kwargs = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        input_ids = kwargs.get("input_ids")
+        if input_ids is None:
+            raise ValueError("a model with state transition reads input_ids: steps are found by their tokens")
+        mask = kwargs.get("attention_mask")
+        if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+            raise ValueError("a model with state transition takes an attention_mask of [rows, tokens], or none")
+        name = next((name for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
+        cache = None if name is None else kwargs[name]
+        uses = kwargs.get("use_cache")
+        uses = cache is not None or (transition.uses_cache if uses is None else bool(uses))
+        if not uses:
+            transition.running = self._whole(input_ids, mask, kwargs.get("position_ids"))
+            return (), kwargs
+        if not isinstance(cache, StateTransitionCache):
+            if cache is not None and cache.get_seq_length() > 0:
+                raise ValueError(
+                    f"the {type(cache).__name__} given holds tokens already; a model with state transition begins with "
+                    "an empty cache, or goes on with its own StateTransitionCache"
+                )
+            cache = transition.new_cache()
+            kwargs[name or next(n for n in _CACHE_NAMES if n in self.names)] = cache
+        transition.running = self._cached(input_ids, mask, cache)
+        if transition.running.goes_on and transition.covers_all_attention:
+            kwargs["attention_mask"] = None  # every layer gets ours
+        return (), kwargs
+
+    def after(self, decoder: nn.Module, args: Any, output: Any) -> None:
+        running = self.transition.running
+        if running is not None and running.cache is not None:
+            running.cache.end()
+
+    def _whole(self, input_ids: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> Running:
+        config = self.transition.config
+        layout = step_layout(
+            input_ids,
+            start_token_ids=config.start_token_ids,
+            end_token_id=config.end_token_id,
+            attention_mask=mask,
+            position_ids=position_ids if position_ids is None or position_ids.dim() == 2 else position_ids[0],
+        )
+        return Running(config, layout, None if layout.single else visible(layout))
+
+    def _cached(self, input_ids: Tensor, mask: Tensor | None, cache: StateTransitionCache) -> Running:
+        goes_on = cache.started
+        layout, allowed = cache.begin(input_ids, mask)
+        return Running(self.transition.config, layout, allowed, cache, goes_on)
+
+
+class LayerHooks:
+    """Around one attention layer: hand it our mask, note what its projections give, add the linear path's output."""
+
+    def __init__(self, transition: StateTransition, projections: Projections, path: LinearPath) -> None:
+        self.transition, self.path = transition, path
+        self.sources = projections.sources
+        self.hidden: Tensor | None = None
+        self.frozen: dict[str, Tensor] = {}
+        self.handles: list[RemovableHandle] = [
+            projections.attention.register_forward_pre_hook(self.mask, with_kwargs=True),
+            projections.output.register_forward_pre_hook(self.add),
+        ]
+        for module in {id(module): module for module, _ in self.sources.values()}.values():
+            self.handles.append(module.register_forward_hook(self.note))
+
+    def mask(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        running = self.transition.running
+        self.hidden, self.frozen = None, {}
+        if running is None or running.visible is None:
+            return None
+        config = getattr(attention, "config", self.transition.model.config)
+        implementation = str(getattr(config, "_attn_implementation", "") or "eager")
+        if implementation not in _MASKED:
+            raise ValueError(
+                f"attn_implementation={implementation!r} cannot see steps; load the model with 'sdpa' or 'eager'"
+            )
+        if "attention_mask" not in kwargs:
+            raise ValueError(f"{type(attention).__name__} is not handed an attention_mask by name: not supported")
+        return args, {**kwargs, "attention_mask": running.mask(self.transition.base_dtype, implementation)}
+
+    def note(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if self.transition.running is None:
+            return
+        for role, (source, rows) in self.sources.items():
+            if source is module:
+                self.frozen[role] = Projections.channels(output, rows)
+                self.hidden = args[0]
+
+    def add(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        running, hidden, frozen = self.transition.running, self.hidden, self.frozen
+        self.hidden, self.frozen = None, {}
+        if running is None:
+            return None
+        if hidden is None or hidden.shape[:2] != running.layout.kind.shape:
+            raise ValueError(
+                "the attention layer did not compute its projections over the tokens of this pass: not supported"
+            )
+        added = self.path(hidden, frozen, running).to(args[0].dtype)
+        return (args[0] + added.reshape(args[0].shape), *args[1:])

@@ -1,0 +1,119 @@
+"""Which tokens are prompt, which step they belong to, and what may look at what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PADDING, PROMPT, STEP, ANSWER = -1, 0, 1, 2
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """The steps of a batch of token rows. All tensors are [rows, tokens] integers.
+
+    A sample is prompt, steps, and whatever stands outside the steps after the first one: the answer, which reads the
+    state and adds nothing to it. A start token inside a step opens the next one; an end token outside is plain text.
+
+    Attributes:
+        kind: PADDING, PROMPT, STEP or ANSWER.
+        sample: which packed sample of the row, from 0.
+        step: t of a token's step, from 1; in an answer, how many steps came before it; 0 in a prompt.
+        segment: which stretch of the row (a prompt, a step, an answer), from 0.
+    """
+
+    kind: Tensor
+    sample: Tensor
+    step: Tensor
+    segment: Tensor
+
+    @property
+    def single(self) -> bool:
+        """Whether no row has more than a prompt and one step, where full attention and block attention are the same."""
+        return not bool((self.kind == ANSWER).any() or (self.step > 1).any() or (self.sample > 0).any())
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A prompt, a step or an answer: the tokens `start` to `stop` of a row, with what `StepLayout` says of them."""
+
+    kind: int
+    sample: int
+    step: int
+    segment: int
+    start: int
+    stop: int
+
+
+def stretches(layout: StepLayout) -> Iterator[list[Stretch]]:
+    """For each row its stretches, in order."""
+    table = torch.stack([layout.kind, layout.sample, layout.step, layout.segment], -1).cpu()
+    for row in table:
+        about, counts = torch.unique_consecutive(row, dim=0, return_counts=True)
+        stops = torch.cumsum(counts, 0)
+        yield [
+            Stretch(kind, sample, step, segment, stop - count, stop)
+            for (kind, sample, step, segment), count, stop in zip(
+                about.tolist(), counts.tolist(), stops.tolist(), strict=True
+            )
+        ]
+
+
+def step_layout(
+    input_ids: Tensor,
+    *,
+    start_token_ids: tuple[int, ...],
+    end_token_id: int,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+) -> StepLayout:
+    """Find the steps of token rows.
+
+    Args:
+        input_ids: [rows, tokens].
+        start_token_ids, end_token_id: the step tokens.
+        attention_mask: [rows, tokens], 0 for padding. None: no padding.
+        position_ids: [rows, tokens] or [1, tokens]; a 0 after other positions begins another packed sample. None: one
+            sample a row.
+    """
+    real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    places = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    starts = torch.isin(input_ids, torch.tensor(start_token_ids, device=input_ids.device)) & real
+    ends = (input_ids == end_token_id) & real
+
+    first = torch.zeros_like(real)
+    if position_ids is not None:
+        first = (position_ids.expand_as(input_ids) == 0) & real & (torch.cumsum(real, 1) > 1)
+    sample = torch.cumsum(first, 1)
+    began = torch.cummax(torch.where(first, places, 0), 1).values  # where the token's sample begins
+
+    counted = torch.cumsum(starts, 1)
+    before = torch.where(began > 0, counted.gather(1, (began - 1).clamp_min(0)), 0)
+    step = counted - before
+    last_start = torch.cummax(torch.where(starts, places, -1), 1).values
+    ended = torch.cummax(torch.where(ends, places, -1), 1).values
+    last_end = torch.cat([torch.full_like(ended[:, :1], -1), ended[:, :-1]], 1)  # an end token is still in its step
+
+    kind = torch.where(step == 0, PROMPT, torch.where(last_start > last_end, STEP, ANSWER))
+    kind = torch.where(real, kind, PADDING)
+    changes = (kind[:, 1:] != kind[:, :-1]) | (step[:, 1:] != step[:, :-1]) | first[:, 1:]
+    segment = torch.cat([torch.zeros_like(step[:, :1]), torch.cumsum(changes, 1)], 1)
+    return StepLayout(kind, sample, step, segment)
+
+
+def visible(layout: StepLayout) -> Tensor:
+    """[rows, 1, tokens, tokens] booleans: a token sees the prompt of its sample and its own step, up to itself.
+
+    A padding token sees itself, so that no row of the softmax is empty.
+    """
+    kind, sample, segment = layout.kind, layout.sample, layout.segment
+    num_tokens = kind.shape[1]
+    causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=kind.device).tril()
+    same_sample = sample[:, :, None] == sample[:, None, :]
+    near = (segment[:, :, None] == segment[:, None, :]) | (kind == PROMPT)[:, None, :]
+    real = (kind != PADDING)[:, None, :]
+    itself = torch.eye(num_tokens, dtype=torch.bool, device=kind.device)
+    return ((causal & same_sample & near & real) | itself)[:, None]
