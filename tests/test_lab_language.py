@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from benchmarks.lab.language.chains import CHAIN_KINDS, SHUFFLES, SUMS, ChainKind, chain_sample, steps_in
+from benchmarks.lab.language.chains import CHAIN_KINDS, RULES, SHUFFLES, SUMS, ChainKind, chain_sample, steps_in
 from benchmarks.lab.language.needles import (
     DEVELOPMENT,
     NEEDLE_KINDS,
@@ -94,6 +94,15 @@ def test_sums_are_those_of_the_demo() -> None:
     assert list(steps_in(SUMS, sample)) == list(tasks.sums_in(tasks.Sample(sample.words, sample.in_loss)))
     cells = [(a, b) for a in range(10) for b in range(10)]
     assert all(SUMS.is_known(a, b) == tasks.is_known_sum(a, b) for a, b in cells)
+
+
+def test_rules_are_sums_and_two_tables_that_pretraining_never_shows() -> None:
+    assert len(RULES.operations) == 30 and RULES.operations[:10] == SUMS.operations
+    cells = [(value, operation) for value in range(10) for operation in range(30)]
+    assert sum(RULES.is_known(*cell) for cell in cells) == 75
+    assert all(RULES.result(*cell) == SUMS.result(*cell) for cell in cells if cell[1] < 10)
+    table = [RULES.result(*cell) for cell in cells if cell[1] >= 10]
+    assert set(table) == set(range(10)) and table != [sum(cell) % 10 for cell in cells if cell[1] >= 10]
 
 
 def test_shuffles_are_the_six_orders_of_three_cups() -> None:

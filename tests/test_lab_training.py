@@ -118,6 +118,7 @@ def test_each_mechanism_shows_in_a_run(architecture: str, tokenizer: PreTrainedT
     settled = routing(settle_at=0.5)
     assert settled["routing"] == 0 and settled["all"] > 0.5 * plain["all"]
     assert routing(routing_rate=3.0)["routing"] > 2 * plain["routing"]
+    assert 0 < routing(pull_all=300.0)["all"] < 0.8 * plain["all"]
 
 
 def test_settle_lets_routing_move_first(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def main() -> None:
     running = commands.add_parser("run", help="fine-tune and score whatever is missing in the results")
     _add_architectures(running)
     running.add_argument("--model-seed", type=int, default=0, help="which pretrained model")
-    running.add_argument("--data", nargs="+", default=["sums"], help="kinds of fine-tuning data")
+    running.add_argument("--data", nargs="+", default=["rules"], help="kinds of fine-tuning data")
     running.add_argument("--conditions", nargs="+", help="names, or beginnings with * (default: all)")
     running.add_argument("--seeds", nargs="+", type=int, help="default: the development seeds")
     running.add_argument("--confirm", action="store_true", help="the confirmation seeds, for the chosen conditions")

@@ -38,7 +38,7 @@ def _make(architecture: str, model_seed: int) -> Path:
 def run(
     architectures: Sequence[str] | None = None,
     *,
-    data: Sequence[str] = ("sums",),
+    data: Sequence[str] = ("rules",),
     conditions: Sequence[str] | None = None,
     seeds: Sequence[int] | None = None,
     confirm: bool = False,

@@ -68,6 +68,8 @@ def _runs() -> Iterator[tuple[str, Training, bool]]:
         yield f"trust_{radius:g}", Training(trust_radius=radius), True
     for scale in (3.0, 6.0):
         yield f"sacrifice_{scale:g}", Training(routing_rate=scale), True
+    for strength in (3.0, 10.0, 30.0):
+        yield f"pull_all_{strength:g}", Training(pull_all=strength), True
     for percent in (0.5, 1.0, 2.0, 5.0, 10.0):
         share = percent / 100
         yield f"replay_{percent:g}", Training(replay=share), True

@@ -13,8 +13,9 @@ from benchmarks.lab.experiment.subject import Subject
 from benchmarks.lab.training.data import DataKind
 from benchmarks.lab.training.plan import Training
 
-STEPS = 600
+STEPS = 300
 NUM_SAMPLES = 32
+NUM_CHAINS = 96
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Experiment:
         subject: the pretrained model.
         data: what it is fine-tuned on.
         steps: optimizer steps of a run, unless its condition scales them.
-        num_samples: texts a score (six needles each; chains of each kind).
+        num_samples: texts a recall score, six needles each.
+        num_chains: texts a reasoning score.
         results: folder of the results.
     """
 
@@ -33,6 +35,7 @@ class Experiment:
     data: DataKind
     steps: int = STEPS
     num_samples: int = NUM_SAMPLES
+    num_chains: int = NUM_CHAINS
     results: Path = journal.RESULTS
 
     @property
@@ -57,6 +60,7 @@ class Experiment:
             "steps": self.steps,
             "learning_rate": self.subject.architecture.fine_tune_rate,
             "num_samples": self.num_samples,
+            "num_chains": self.num_chains,
             "lengths": list(self.subject.architecture.lengths),
         }
 

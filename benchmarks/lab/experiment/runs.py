@@ -7,7 +7,7 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, fields
 from importlib.metadata import version
@@ -22,8 +22,8 @@ from benchmarks.lab.conditions.repair import repaired
 from benchmarks.lab.conditions.table import BEFORE, Condition
 from benchmarks.lab.experiment import journal
 from benchmarks.lab.experiment.plan import Experiment, Run
-from benchmarks.lab.experiment.seeds import purpose_of
-from benchmarks.lab.language.needles import DEVELOPMENT, NEEDLE_KINDS, TESTED
+from benchmarks.lab.experiment.seeds import Purpose, purpose_of
+from benchmarks.lab.language.needles import DEVELOPMENT, REPLAYED, TESTED, NeedleKind
 from benchmarks.lab.measuring.drift import drift
 from benchmarks.lab.measuring.scores import reasoning, recall
 from benchmarks.lab.training.fine_tune import Tuned, fine_tune
@@ -98,17 +98,27 @@ def _recorded(
 
 def _scores(experiment: Experiment, model: PreTrainedModel, seed: int) -> dict[str, Any]:
     """Recall by kind and length, and reasoning; the texts depend on the seed only, so that conditions are paired."""
-    subject, count = experiment.subject, experiment.num_samples
-    lengths = subject.architecture.lengths
-    found: dict[str, dict[str, float]] = {}
-    for kind in NEEDLE_KINDS.values():
-        of_kind = lengths if kind in (TESTED, DEVELOPMENT) else [n for n in lengths if n == OTHER_KINDS_AT]
-        found[kind.name] = {
-            str(length): recall(model, subject.tokenizer, kind, length, num_samples=count, seed=str(seed))
-            for length in of_kind
+    subject = experiment.subject
+    found = {
+        kind.name: {
+            str(length): recall(
+                model, subject.tokenizer, kind, length, num_samples=experiment.num_samples, seed=str(seed)
+            )
+            for length in lengths
         }
-    chains = reasoning(model, subject.tokenizer, experiment.data.chain, num_samples=count, seed=str(seed))
+        for kind, lengths in _asked(subject.architecture.lengths, purpose_of(seed)).items()
+    }
+    chains = reasoning(
+        model, subject.tokenizer, experiment.data.chain, num_samples=experiment.num_chains, seed=str(seed)
+    )
     return {"recall": found, "reasoning": asdict(chains)}
+
+
+def _asked(lengths: Sequence[int], purpose: Purpose) -> dict[NeedleKind, Sequence[int]]:
+    """Needle kinds and lengths to score. What development has not seen, it cannot have been tuned to."""
+    shortly = [length for length in lengths if length == OTHER_KINDS_AT]
+    asked: dict[NeedleKind, Sequence[int]] = {DEVELOPMENT: lengths, **dict.fromkeys(REPLAYED, shortly)}
+    return {TESTED: lengths, **asked} if purpose == "confirmation" else asked
 
 
 def _versions() -> dict[str, str]:

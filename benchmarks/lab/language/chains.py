@@ -1,6 +1,7 @@
 """Chains: each step looks a variable up, applies an operation, and names the result.
 
     sums   let k07 4 … ask k07 + 3 = 7 ; let k12 7 …      digits, added modulo 10 (the demo's chain of thought)
+    rules  ask k07 + 3 = 7 … ask k12 u4 3 = 1       sums, and two more tables that only fine-tuning shows
     cups   hold c07 s2 … turn c07 u4 = s1 ; hold c12 s1 …      arrangements of three cups, six ways to shuffle them
 
 In pretraining a step looks up any earlier variable and the table of results has gaps; chain-of-thought data has the
@@ -34,6 +35,7 @@ class ChainKind:
         values: what a variable can hold; a value's place in here is its number.
         operations: the words of each operation, by its number.
         result: number of a value and number of an operation to the number of the resulting value.
+        num_pretrained: so many of the operations occur in pretraining, with gaps; None: all of them.
     """
 
     name: str
@@ -43,14 +45,21 @@ class ChainKind:
     values: tuple[str, ...]
     operations: tuple[tuple[str, ...], ...]
     result: Callable[[int, int], int]
+    num_pretrained: int | None = None
 
     def is_known(self, value: int, operation: int) -> bool:
-        """Whether pretraining shows this cell of the table: three in four; fine-tuning teaches the others."""
-        return (7 * value + 3 * operation) % 4 != 0
+        """Whether pretraining shows this cell: three in four of its operations' cells; fine-tuning teaches the rest."""
+        pretrained = self.num_pretrained is None or operation < self.num_pretrained
+        return pretrained and (7 * value + 3 * operation) % 4 != 0
 
 
 def _added(value: int, operation: int) -> int:
     return (value + operation) % 10
+
+
+def _ruled(value: int, operation: int) -> int:
+    """Sums for the first ten operations; for the others a digit without rhyme or reason, but always the same."""
+    return _added(value, operation) if operation < 10 else random.Random(f"{value} {operation}").randrange(10)
 
 
 def _shuffled(value: int, operation: int) -> int:
@@ -61,8 +70,14 @@ def _shuffled(value: int, operation: int) -> int:
 SUMS = ChainKind(
     "sums", tasks.LET, tasks.ASK, tasks.NAMES, tasks.DIGITS, tuple((tasks.PLUS, d) for d in tasks.DIGITS), _added
 )
+_FURTHER_OPERATIONS = tuple((turn, digit) for turn in w.TURNS[:2] for digit in tasks.DIGITS)
+RULES = ChainKind(
+    "rules", tasks.LET, tasks.ASK, tasks.NAMES, tasks.DIGITS, (*SUMS.operations, *_FURTHER_OPERATIONS), _ruled,
+    num_pretrained=len(SUMS.operations),
+)  # fmt: skip
 SHUFFLES = ChainKind("cups", w.HOLD, w.TURN, w.CODES, w.CUPS, tuple((turn,) for turn in w.TURNS), _shuffled)
-CHAIN_KINDS = {kind.name: kind for kind in (SUMS, SHUFFLES)}
+PRETRAINED_CHAINS = (SUMS, SHUFFLES)
+CHAIN_KINDS = {kind.name: kind for kind in (SUMS, RULES, SHUFFLES)}
 
 
 def chain_sample(kind: ChainKind, num_words: int, rng: random.Random, *, cells: Sums, reach: Reach) -> Sample:

@@ -61,7 +61,7 @@ class Architecture:
     title: str
     between: str
     build: Callable[[], PreTrainedModel]
-    pretrain_steps: int = 2600
+    pretrain_steps: int = 1800
     pretrain_rate: float = 3e-3
     fine_tune_rate: float = 2e-3
     lengths: tuple[int, ...] = (128, 256, 512, 1024)
@@ -127,7 +127,7 @@ def _llama() -> PreTrainedModel:
 ARCHITECTURES = {
     architecture.name: architecture
     for architecture in (
-        Architecture("lfm2", "LFM2", "short convolutions", _lfm2),
+        Architecture("lfm2", "LFM2", "short convolutions", _lfm2, pretrain_steps=2600),
         Architecture("qwen3_next", "Qwen3-Next", "gated delta rule", _qwen3_next),
         Architecture("bamba", "Bamba", "Mamba-2", _bamba),
         Architecture("gemma3", "Gemma-3", f"sliding attention over {WINDOW} tokens", _gemma3),

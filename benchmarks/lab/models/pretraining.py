@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.lab.language.chains import CHAIN_KINDS, chain_sample
+from benchmarks.lab.language.chains import PRETRAINED_CHAINS, chain_sample
 from benchmarks.lab.language.needles import NEEDLE_KINDS, needle_sample
 from benchmarks.lab.models.architectures import Architecture
 from routeguard.demo.evaluate import encode
@@ -41,8 +41,8 @@ def needle_batch(progress: float, rng: random.Random) -> list[Sample]:
 
 def chain_batch(rng: random.Random) -> list[Sample]:
     """Chains as pretraining shows them: three quarters of the table, look-ups at any distance."""
-    kinds = list(CHAIN_KINDS.values())
-    return [chain_sample(kinds[i % 2], CHAIN_WORDS, rng, cells="known", reach="any") for i in range(12)]
+    kinds = PRETRAINED_CHAINS
+    return [chain_sample(kinds[i % len(kinds)], CHAIN_WORDS, rng, cells="known", reach="any") for i in range(12)]
 
 
 def loss_on(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: list[Sample]) -> torch.Tensor:

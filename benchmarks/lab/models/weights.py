@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from benchmarks.lab.language.chains import CHAIN_KINDS
+from benchmarks.lab.language.chains import PRETRAINED_CHAINS
 from benchmarks.lab.language.needles import NEEDLE_KINDS
 from benchmarks.lab.language.words import build_tokenizer
 from benchmarks.lab.measuring.scores import reasoning, recall
@@ -49,7 +49,7 @@ def make(architecture: Architecture, *, seed: int = 0, build: Path = BUILD, step
         }
         chains = {
             kind.name: round(reasoning(model, tokenizer, kind, num_samples=16, seed="report").far, 2)
-            for kind in CHAIN_KINDS.values()
+            for kind in PRETRAINED_CHAINS
         }
         seconds = time.perf_counter() - began
         print(f"{architecture.name} {step}  loss {loss:.3f}  {found}  {chains}  {seconds:.0f} s", flush=True)
@@ -74,7 +74,7 @@ def make(architecture: Architecture, *, seed: int = 0, build: Path = BUILD, step
         },
         "reasoning": {
             kind.name: asdict(reasoning(model, tokenizer, kind, num_samples=48, seed="pretrained"))
-            for kind in CHAIN_KINDS.values()
+            for kind in PRETRAINED_CHAINS
         },
     }
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.lab.conditions.table import BEFORE, NONE, QK
+from benchmarks.lab.conditions.table import BEFORE, QK
 from benchmarks.lab.experiment import journal
 from benchmarks.lab.measuring.scores import NUM_NEEDLES
 from benchmarks.lab.report import plots
@@ -63,8 +63,8 @@ def _by_cell(found: Sequence[Cell], output: Path, name: str) -> str:
         f"![Recall at the longest length against reasoning](pareto-{name}.png)",
         "",
         f"Difference of recall at the longest length to `{QK}`, paired over seeds, with 95 % intervals (Student's t);"
-        f" bold where the interval is above 0 and reasoning is equal. ↓: more than {EQUAL_REASONING:.2f} less reasoning"
-        f" than `{NONE}`, so not counted.",
+        f" bold where the interval is above 0 and reasoning is equal or better. ↓: more than {EQUAL_REASONING:.2f} less"
+        f" reasoning than `{QK}`, so not counted.",
         "",
         best_table(found),
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from benchmarks.lab.conditions.table import BEFORE, CONDITIONS, NONE
+from benchmarks.lab.conditions.table import BEFORE, CONDITIONS, QK
 from benchmarks.lab.experiment.journal import Result
 from benchmarks.lab.experiment.seeds import Purpose
 from benchmarks.lab.language.needles import DEVELOPMENT, TESTED
@@ -13,7 +13,7 @@ from benchmarks.lab.models.architectures import ARCHITECTURES
 from benchmarks.lab.report.statistics import Estimate, estimate
 from benchmarks.lab.training.data import DATA_KINDS
 
-EQUAL_REASONING = 0.02  # as much less than plain fine-tuning, on average over seeds, counts as equal
+EQUAL_REASONING = 0.02  # as much less, on average over seeds, counts as equal
 
 Score = Callable[[Result], float]
 
@@ -79,9 +79,9 @@ class Cell:
         both = sorted(ours.keys() & theirs.keys())
         return estimate([score(ours[seed]) - score(theirs[seed]) for seed in both]) if both else None
 
-    def keeps_reasoning(self, condition: str) -> bool:
-        """Whether what fine-tuning taught is as good as after plain fine-tuning (`EQUAL_REASONING`)."""
-        lost = self.difference(condition, NONE, new_results)
+    def keeps_reasoning(self, condition: str, other: str = QK) -> bool:
+        """Whether what fine-tuning taught is at least as good as in another condition (`EQUAL_REASONING`)."""
+        lost = self.difference(condition, other, new_results)
         return lost is not None and lost.mean >= -EQUAL_REASONING
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from benchmarks.lab.conditions.table import BEFORE, NONE, QK
+from benchmarks.lab.conditions.table import BEFORE, QK
 from benchmarks.lab.report.select import Cell, new_results
 
 
@@ -31,7 +31,7 @@ def cell_table(cell: Cell) -> str:
         difference = None if name in (BEFORE, QK) else cell.difference(name, QK, cell.recall)
         results = cell.results[name]
         drifts = [result["drift"]["routing"] for result in results.values() if result["drift"]]
-        equal = name == BEFORE or NONE not in cell.results or cell.keeps_reasoning(name)
+        equal = name in (BEFORE, QK) or QK not in cell.results or cell.keeps_reasoning(name)
         rows.append(
             [
                 f"`{name}`",
@@ -47,8 +47,8 @@ def cell_table(cell: Cell) -> str:
 
 
 def best_table(cells: Sequence[Cell]) -> str:
-    """Conditions with as much reasoning as plain fine-tuning, by how many cells they beat QK-Restore in."""
-    names = dict.fromkeys(name for cell in cells for name in cell.conditions if name not in (BEFORE, QK, NONE))
+    """Conditions by how many cells they beat QK-Restore in, with at least its reasoning."""
+    names = dict.fromkeys(name for cell in cells for name in cell.conditions if name not in (BEFORE, QK))
     lines: list[tuple[int, float, list[str]]] = []
     for name in names:
         texts, wins, means = [], 0, []

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from benchmarks.lab.language.chains import SHUFFLES, SUMS, ChainKind, chain_sample
+from benchmarks.lab.language.chains import RULES, SHUFFLES, SUMS, ChainKind, chain_sample
 from benchmarks.lab.language.needles import NEEDLE_KINDS, most_needles, needle_sample
 from routeguard.demo.tasks import Reach, Sample
 
@@ -34,9 +34,10 @@ class DataKind:
 DATA_KINDS = {
     kind.name: kind
     for kind in (
+        DataKind("rules", "three tables (chain of thought)", RULES, "previous"),
         DataKind("sums", "running sums (chain of thought)", SUMS, "previous"),
         DataKind("cups", "shuffled cups (chain of thought)", SHUFFLES, "previous"),
-        DataKind("instruction", "sums over references at any distance (control)", SUMS, "any"),
+        DataKind("instruction", "three tables, references at any distance (control)", RULES, "any"),
     )
 }
 
