@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks.lab.conditions import sets
 from benchmarks.lab.conditions.repair import Repair, repaired
-from benchmarks.lab.conditions.table import CONDITIONS, QUICK_CONDITIONS, by_run, find_conditions
+from benchmarks.lab.conditions.table import CONDITIONS, by_run, find_conditions
 from benchmarks.lab.language.needles import DEVELOPMENT, NEEDLE_KINDS, TESTED
 from benchmarks.lab.language.words import VOCABULARY, build_tokenizer
 from benchmarks.lab.measuring.drift import drift
@@ -196,7 +197,8 @@ def test_conditions_are_distinct_and_share_runs() -> None:
     runs = by_run(list(CONDITIONS.values()))
     assert len(runs) < len(CONDITIONS) / 2
     assert {"none", "qk_restore", "v_restore", "heads_2_restore"} <= {c.name for c in runs[Training()]}
-    assert set(QUICK_CONDITIONS) <= set(CONDITIONS)
+    for names in (sets.ELSEWHERE, sets.CONFIRMED, sets.QUICK):
+        assert {"none", "qk_restore"} <= set(names) <= set(CONDITIONS)
 
 
 def test_conditions_are_found_by_name_and_beginning() -> None:

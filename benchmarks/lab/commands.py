@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.lab.conditions.confirmed import CONFIRMED
+from benchmarks.lab.conditions import sets
 from benchmarks.lab.conditions.table import CONDITIONS, find_conditions
 from benchmarks.lab.experiment import journal
 from benchmarks.lab.experiment import seeds as seed_sets
@@ -18,7 +18,7 @@ from benchmarks.lab.experiment.plan import Experiment, runs_to_do
 from benchmarks.lab.experiment.subject import Subject
 from benchmarks.lab.models.architectures import ARCHITECTURES, MAIN_ARCHITECTURE
 from benchmarks.lab.models.weights import RECORD, folder_of, make
-from benchmarks.lab.training.data import DATA_KINDS
+from benchmarks.lab.training.data import DATA_KINDS, MAIN_DATA
 
 Named = TypeVar("Named")
 
@@ -38,7 +38,7 @@ def _make(architecture: str, model_seed: int) -> Path:
 def run(
     architectures: Sequence[str] | None = None,
     *,
-    data: Sequence[str] = ("rules",),
+    data: Sequence[str] = (MAIN_DATA,),
     conditions: Sequence[str] | None = None,
     seeds: Sequence[int] | None = None,
     confirm: bool = False,
@@ -49,27 +49,23 @@ def run(
     """Do every run that is missing in the results.
 
     Args:
-        architectures, data, conditions: names; None is all of them.
+        architectures, data: names; None is all of them.
+        conditions: names; None is the set that `conditions.sets` has for the experiment.
         seeds: None is the development seeds, or with `confirm` those of the confirmation.
-        confirm: run the conditions that were fixed for the confirmation, unless others are named.
+        confirm: the confirmation, with its conditions and seeds, unless others are named.
         model_seed: which pretrained models.
         workers: processes at a time.
         results: folder of the results.
     """
-    names = conditions or (CONFIRMED if confirm else CONDITIONS)
-    chosen = find_conditions(names)
     work = []
     for architecture in _chosen(architectures, ARCHITECTURES):
         for kind in _chosen(data, DATA_KINDS):
+            is_main = architecture.name == MAIN_ARCHITECTURE and kind.name == MAIN_DATA
+            ours = sets.CONFIRMED if confirm else sets.MAIN if is_main else sets.ELSEWHERE
+            chosen = find_conditions(conditions or ours)
             experiment = Experiment(Subject(architecture, model_seed), kind, results=results or journal.RESULTS)
-            default: tuple[int, ...] = seed_sets.DEVELOPMENT_SEEDS
-            if confirm:
-                default = (
-                    seed_sets.CONFIRMATION_SEEDS
-                    if architecture.name == MAIN_ARCHITECTURE
-                    else seed_sets.CONFIRMATION_SEEDS_ELSEWHERE
-                )
-            work += [(experiment, todo) for todo in runs_to_do(experiment, chosen, seeds or default)]
+            usual = seed_sets.confirmation_seeds(is_main) if confirm else seed_sets.DEVELOPMENT_SEEDS
+            work += [(experiment, todo) for todo in runs_to_do(experiment, chosen, seeds or usual)]
     print(f"{len(work)} runs to do", flush=True)
     do_all(work, workers=workers, say=lambda line: print(line, flush=True))
 

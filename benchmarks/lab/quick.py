@@ -15,14 +15,14 @@ def run(*, workers: int = 2, folder: Path = FOLDER) -> None:
     Nothing of it goes into the evidence: results and report are in `folder`.
     """
     from benchmarks.lab import commands
-    from benchmarks.lab.conditions.table import QUICK_CONDITIONS
+    from benchmarks.lab.conditions.sets import QUICK
     from benchmarks.lab.experiment.seeds import DEVELOPMENT_SEEDS
     from benchmarks.lab.models.architectures import MAIN_ARCHITECTURE
 
     commands.pretrain([MAIN_ARCHITECTURE])
     commands.run(
         [MAIN_ARCHITECTURE],
-        conditions=QUICK_CONDITIONS,
+        conditions=QUICK,
         seeds=DEVELOPMENT_SEEDS[:1],
         workers=workers,
         results=folder / "results",

@@ -105,7 +105,6 @@ def _all() -> Iterator[Condition]:
 
 
 CONDITIONS = {condition.name: condition for condition in _all()}
-QUICK_CONDITIONS = (NONE, QK, "v_restore", "freeze", "replay_5", "replay_5+restore", "freeze+replay_5")
 
 
 def find_conditions(names: Iterable[str]) -> tuple[Condition, ...]:

@@ -8,7 +8,12 @@ Purpose = Literal["development", "confirmation"]
 
 DEVELOPMENT_SEEDS = (0, 1, 2)
 CONFIRMATION_SEEDS = (100, 101, 102, 103, 104)
-CONFIRMATION_SEEDS_ELSEWHERE = CONFIRMATION_SEEDS[:3]  # for all architectures but the main one
+CONFIRMATION_SEEDS_ELSEWHERE = CONFIRMATION_SEEDS[:3]  # for all experiments but the main one
+
+
+def confirmation_seeds(is_main: bool) -> tuple[int, ...]:
+    """The seeds that confirm, for the main experiment or for another one."""
+    return CONFIRMATION_SEEDS if is_main else CONFIRMATION_SEEDS_ELSEWHERE
 
 
 def purpose_of(seed: int) -> Purpose:

@@ -40,6 +40,7 @@ DATA_KINDS = {
         DataKind("instruction", "three tables, references at any distance (control)", RULES, "any"),
     )
 }
+MAIN_DATA = "rules"
 
 
 def samples_for(
