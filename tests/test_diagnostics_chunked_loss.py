@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Lfm2ForCausalLM
 
-from routeguard.diagnostics.chunked_loss import chunked_loss, find_decoder, plain_loss
+from routeguard.diagnostics.chunked_loss import chunked_loss, plain_loss
+from routeguard.diagnostics.decoder import find_decoder
 from routeguard.diagnostics.gradient import gradient_locality
 from tests.attention_reference import sharpened
 from tests.zoo.build import build, example_inputs

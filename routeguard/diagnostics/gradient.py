@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from routeguard.diagnostics.attention_call import AttentionCall
 from routeguard.diagnostics.attention_rows import CHUNK_TOKENS, log_normalisers, logit_chunks
 from routeguard.diagnostics.capture import captured_calls
-from routeguard.diagnostics.chunked_loss import LOSS_TOKENS, SequenceLoss, chunked_loss, find_decoder, plain_loss
+from routeguard.diagnostics.chunked_loss import LOSS_TOKENS, SequenceLoss, chunked_loss, plain_loss
 from routeguard.diagnostics.decay_fit import Array, DecayCurve, DecayFit, fit_decay
+from routeguard.diagnostics.decoder import find_decoder
 from routeguard.diagnostics.query_sample import sample_queries
 from routeguard.diagnostics.running import (
     chosen_attention,

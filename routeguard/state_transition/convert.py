@@ -47,7 +47,7 @@ class StateTransition:
         self.base_dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         if dtype is None:
             dtype = self.base_dtype if self.base_dtype.itemsize >= 4 else torch.float32
-        self.model, self.config = model, config
+        self.model, self.config, self.decoder = model, config, decoder
         self.layers = tuple(p.layer for p in projections)
         self.enabled = True
         self.running: Running | None = None
@@ -105,14 +105,22 @@ class StateTransition:
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """The base model inside: full attention, its own vocabulary, no path."""
-        before = self.enabled, self.tokens.enabled
-        self.enabled = self.tokens.enabled = False
-        running = self.running
+        before, self.tokens.enabled = self.tokens.enabled, False
+        try:
+            with self.paused():
+                yield
+        finally:
+            self.tokens.enabled = before
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, passes leave the layers alone, and what is known of the pass before stays; step tokens are known."""
+        before = self.enabled, self.running
+        self.enabled = False
         try:
             yield
         finally:
-            self.enabled, self.tokens.enabled = before
-            self.running = running
+            self.enabled, self.running = before
 
     def remove(self) -> Any:
         """Give the base model back: paths, tokens and hooks are gone, weights train again where they did."""
@@ -137,26 +145,22 @@ class StateTransition:
         save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         (folder / CONFIG_FILE).write_text(self.config.to_json() + "\n", encoding="utf-8")
 
-    @classmethod
-    def from_pretrained(cls, model: Any, folder: str | Path, *, dtype: torch.dtype | None = None) -> StateTransition:
-        """Convert `model` as it was when `folder` was written, with the weights of then.
+    def load(self, folder: str | Path) -> None:
+        """Take over the weights that `save_pretrained` wrote to `folder`.
 
-        Raises ValueError where the folder holds none, or weights of another model.
+        Raises ValueError where it holds none, other settings, or weights of another model; nothing is changed then.
         """
         from safetensors.torch import load_file
 
         folder = Path(folder)
-        if not (folder / CONFIG_FILE).is_file() or not (folder / WEIGHTS_FILE).is_file():
-            raise ValueError(f"{folder} holds no state transition ({CONFIG_FILE} and {WEIGHTS_FILE})")
-        config = StateTransitionConfig.from_dict(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
-        transition = cls(model, config, dtype=dtype)
-        stored = load_file(folder / WEIGHTS_FILE)
-        own = dict(transition.named_parameters())
+        config = _read_config(folder)
+        if config != self.config:
+            raise ValueError(f"{folder} was written with other settings: {config}, here {self.config}")
+        stored, own = load_file(folder / WEIGHTS_FILE), dict(self.named_parameters())
         shapes = {name: tuple(weight.shape) for name, weight in stored.items()}
         wanted = {name: tuple(parameter.shape) for name, parameter in own.items()}
         wrong = [name for name in {**wanted, **shapes} if wanted.get(name) != shapes.get(name)]
         if wrong:
-            transition.remove()
             raise ValueError(
                 f"{folder} belongs to another model: {len(wrong)} of {len(own)} weights do not fit, the first is "
                 f"{wrong[0]} ({shapes.get(wrong[0])} in the folder, {wanted.get(wrong[0])} in this model)"
@@ -164,6 +168,16 @@ class StateTransition:
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(stored[name])
+
+    @classmethod
+    def from_pretrained(cls, model: Any, folder: str | Path, *, dtype: torch.dtype | None = None) -> StateTransition:
+        """Convert `model` as it was when `folder` was written, with the weights of then; errors as in `load`."""
+        transition = cls(model, _read_config(Path(folder)), dtype=dtype)
+        try:
+            transition.load(folder)
+        except ValueError:
+            transition.remove()
+            raise
         return transition
 
     def __str__(self) -> str:
@@ -196,6 +210,12 @@ def add_state_transition(
     Source: arXiv 2602.01198; what it leaves open is marked "ours" in `StateTransitionConfig` and `LinearPath`.
     """
     return StateTransition(model, config, dtype=dtype)
+
+
+def _read_config(folder: Path) -> StateTransitionConfig:
+    if not (folder / CONFIG_FILE).is_file() or not (folder / WEIGHTS_FILE).is_file():
+        raise ValueError(f"{folder} holds no state transition ({CONFIG_FILE} and {WEIGHTS_FILE})")
+    return StateTransitionConfig.from_dict(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
 
 
 def _part(model: Any, getter: str) -> nn.Module:

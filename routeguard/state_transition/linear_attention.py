@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from routeguard.state_transition.accumulation import exact
 from routeguard.state_transition.config import StateTransitionConfig
 from routeguard.state_transition.layout import ANSWER, STEP, StepLayout, Stretch, stretches
 from routeguard.state_transition.momentum import state_coefficients
@@ -77,6 +78,7 @@ def _mixing(chunks: list[Stretch], coefficients: Tensor) -> Tensor:
     return torch.where(earlier, weight, same_step.double())
 
 
+@exact
 def chunked_attention(query: Tensor, key: Tensor, value: Tensor, plan: ChunkPlan) -> Tensor:
     """What each token reads: `o_i = q_i·(S_{t−1} + Σ_{j<i in its step} k_jᵀ v_j)`; 0 in prompts.
 
@@ -91,30 +93,44 @@ def chunked_attention(query: Tensor, key: Tensor, value: Tensor, plan: ChunkPlan
     """
     rows, heads, tokens, _ = query.shape
     key_heads, value_width = key.shape[1], value.shape[-1]
-    narrow = query.dtype
-    inside = torch.float64 if narrow == torch.float64 else torch.float32
+    inside = torch.float64 if query.dtype == torch.float64 else torch.float32
     out = torch.zeros(rows, heads, tokens, value_width, dtype=inside, device=query.device)
     if plan.places.shape[1] == 0:
-        return out.to(narrow)
-    held = plan.places >= 0
-    taken = plan.places.clamp_min(0).flatten(1)
-    chunks = (*plan.places.shape[1:],)
-
-    def gathered(tensor: Tensor) -> Tensor:
-        index = taken[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[-1])
-        parts = tensor.to(inside).gather(2, index).unflatten(2, chunks)
-        kept: Tensor = parts * held[:, None, :, :, None]
-        return kept
-
-    groups = heads // key_heads
-    query_parts = gathered(query).unflatten(1, (key_heads, groups))  # [rows, key heads, groups, chunks, C, width]
-    key_parts, value_parts = gathered(key), gathered(value)
-    sums = key_parts.transpose(-1, -2) @ value_parts
-    states = torch.einsum("rnm,rkmde->rknde", plan.mixing.to(inside), sums)
-    read = torch.einsum("rkgncd,rknde->rkgnce", query_parts, states)
+        out = out + 0 * (query.sum() + key.sum() + value.sum())  # gradients of 0, not none: DDP waits for each
+        return out.to(query.dtype)
+    key_parts, value_parts = _gathered(key.to(inside), plan), _gathered(value.to(inside), plan)
+    # [rows, key heads, groups, chunks, chunk_tokens, width]
+    query_parts = _gathered(query.to(inside), plan).unflatten(1, (key_heads, heads // key_heads))
+    read = torch.einsum("rkgncd,rknde->rkgnce", query_parts, _states(key_parts, value_parts, plan))
     scores = torch.einsum("rkgncd,rknjd->rkgncj", query_parts, key_parts).tril(-1)
     scores = scores * plan.within[:, None, None, :, None, None]
     read = read + torch.einsum("rkgncj,rknje->rkgnce", scores, value_parts)
-    read = (read * held[:, None, None, :, :, None]).flatten(1, 2).flatten(2, 3)  # [rows, heads, chunks·C, value width]
-    index = taken[:, None, :, None].expand(-1, heads, -1, value_width)
-    return out.scatter_add(2, index, read).to(narrow)
+    held = (plan.places >= 0)[:, None, None, :, :, None]
+    read = (read * held).flatten(1, 2).flatten(2, 3)  # [rows, heads, chunks · chunk_tokens, value width]
+    index = plan.places.clamp_min(0).flatten(1)[:, None, :, None].expand(-1, heads, -1, value_width)
+    return out.scatter_add(2, index, read).to(query.dtype)
+
+
+@exact
+def state_norm(key: Tensor, value: Tensor, plan: ChunkPlan) -> Tensor | None:
+    """Mean Frobenius norm of the states before each row's last chunk, over rows and key heads; None without chunks."""
+    if plan.places.shape[1] == 0:
+        return None
+    states = _states(_gathered(key.float(), plan), _gathered(value.float(), plan), plan)
+    last = (plan.places[:, :, 0] >= 0).sum(1).clamp_min(1) - 1
+    norms: Tensor = states[torch.arange(len(last), device=last.device), :, last].norm(dim=(-2, -1))
+    return norms.mean()
+
+
+def _states(key_parts: Tensor, value_parts: Tensor, plan: ChunkPlan) -> Tensor:
+    """The state before each chunk: [rows, key heads, chunks, width, value width]."""
+    sums = key_parts.transpose(-1, -2) @ value_parts
+    return torch.einsum("rnm,rkmde->rknde", plan.mixing.to(sums.dtype), sums)
+
+
+def _gathered(tensor: Tensor, plan: ChunkPlan) -> Tensor:
+    """[rows, heads, tokens, width] by chunks: [rows, heads, chunks, chunk_tokens, width], 0 where there is no token."""
+    index = plan.places.clamp_min(0).flatten(1)[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[-1])
+    parts = tensor.gather(2, index).unflatten(2, (*plan.places.shape[1:],))
+    kept: Tensor = parts * (plan.places >= 0)[:, None, :, :, None]
+    return kept

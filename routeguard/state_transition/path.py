@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from routeguard.state_transition.config import StateTransitionConfig
-from routeguard.state_transition.linear_attention import chunked_attention
+from routeguard.state_transition.linear_attention import chunked_attention, state_norm
 from routeguard.state_transition.projections import Projections
 
 if TYPE_CHECKING:
@@ -48,7 +48,10 @@ class LinearPath(nn.Module):
             nn.init.zeros_(self.gate.weight)
             nn.init.zeros_(self.gate.bias)
         self.multiplier = nn.Parameter(torch.zeros(heads, dtype=dtype, device=device))
-        self.openness: Tensor | None = None  # mean of the gate in the last forward pass, without gradient
+        # Of the last pass, without gradients: the mean of the gate, and (where watched) that of the states' norms.
+        self.openness: Tensor | None = None
+        self.state_norm: Tensor | None = None
+        self.watched = False
 
     def forward(self, hidden: Tensor, frozen: dict[str, Tensor], running: Running) -> Tensor:
         """What is added to the output projection's input: [rows, tokens, heads · value width].
@@ -80,6 +83,8 @@ class LinearPath(nn.Module):
         return added
 
     def _read(self, query: Tensor, key: Tensor, value: Tensor, running: Running) -> Tensor:
+        if self.watched:
+            self.state_norm = state_norm(key.detach(), value.detach(), running.plan)
         if running.cache is None:
             return chunked_attention(query, key, value, running.plan)
         state = running.cache.state(self.projections.layer, key, value)

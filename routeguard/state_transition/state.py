@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from routeguard.state_transition.accumulation import exact
 from routeguard.state_transition.config import StateTransitionConfig
 from routeguard.state_transition.layout import ANSWER, STEP, StepLayout, stretches
 from routeguard.state_transition.momentum import momentum_weight
@@ -35,6 +36,7 @@ class StepState:
     def num_bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in (self.current, self.before, self.average))
 
+    @exact
     def read(self, query: Tensor, key: Tensor, value: Tensor, kind: Tensor) -> Tensor:
         """What one token of each row reads; then a step's token is taken in.
 
@@ -52,6 +54,7 @@ class StepState:
         self.current = self.current + update * _spread(kind == STEP)
         return (read * _spread((kind == STEP) | (kind == ANSWER))).to(query.dtype)
 
+    @exact
     def take_in(self, key: Tensor, value: Tensor, layout: StepLayout) -> None:
         """Take in a whole text at once, into an empty state: keys and values [rows, key heads, tokens, width]."""
         inside = self.current.dtype

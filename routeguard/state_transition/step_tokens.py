@@ -61,6 +61,8 @@ class StepTokens(nn.Module):
         """Put the step tokens' own rows in their places."""
         asked, self._asked = self._asked, None
         if asked is None:
+            if self.enabled and torch.is_grad_enabled() and self.inputs.requires_grad:
+                return output + (0 * self.inputs.sum()).to(output.dtype)  # a gradient of 0, not none: DDP waits for it
             return None
         which = asked[..., None] == self.token_ids  # [rows, tokens, step tokens], one at most is true
         own = which.to(self.inputs.dtype) @ self.inputs

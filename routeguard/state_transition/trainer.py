@@ -1,0 +1,127 @@
+"""`StateTransitionTrainer`: TRL's SFTTrainer for a converted model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from trl import SFTTrainer
+
+from routeguard.state_transition.convert import CONFIG_FILE, StateTransition
+from routeguard.state_transition.layout import STEP
+from routeguard.state_transition.losses import LOSS_TOKENS, decoder_output, step_losses
+from routeguard.state_transition.momentum import momentum_weight
+
+
+class StateTransitionTrainer(SFTTrainer):  # type: ignore[misc]
+    """Train the linear paths and step tokens of a converted model with `L = L_AR + β·KL(P_base ‖ P)`.
+
+    Everything else is `SFTTrainer`: data, packing, masks on the answer, gradient checkpointing, bf16, DDP. Checkpoints
+    and `save_model` write the paths alone (`StateTransition.from_pretrained`), and runs resume from them.
+
+    Logged beside the loss, for every log line: `step/next_token_loss` and `step/distance` (nats a token), `step/gate`
+    (mean openness), `step/state_norm` (mean norm of the states that are read), `step/steps` (a sample) and `step/alpha`
+    (momentum weight of the last step).
+
+    Args:
+        model: converted by `add_state_transition`.
+        beta: β, 0 or more; 0 asks no teacher. Default 0.5 (ours: the paper gives none).
+        loss_tokens: positions whose logits are held at a time, default 256.
+        kwargs: as `SFTTrainer` takes them; not `peft_config`, `compute_loss_func` or a label smoother.
+
+    Raises ValueError for a model without state transition, and under FSDP or DeepSpeed.
+
+    Source: arXiv 2602.01198.
+    """
+
+    def __init__(self, model: Any, *, beta: float = 0.5, loss_tokens: int = LOSS_TOKENS, **kwargs: Any) -> None:
+        transition = getattr(model, "state_transition", None)
+        if not isinstance(transition, StateTransition):
+            raise ValueError("the model has no state transition; convert it first: add_state_transition(model, config)")
+        if beta < 0 or loss_tokens < 1:
+            raise ValueError(f"beta must not be negative, loss_tokens at least 1; got {beta} and {loss_tokens}")
+        refused = [name for name in ("peft_config", "compute_loss_func") if kwargs.get(name) is not None]
+        if refused:
+            raise ValueError(f"StateTransitionTrainer has adapters and a loss of its own; leave out {refused}")
+        self.transition = transition
+        self.beta = beta
+        self.loss_tokens = loss_tokens
+        super().__init__(model, **kwargs)
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise ValueError("StateTransitionTrainer runs on one device or under DDP, not under FSDP or DeepSpeed")
+        if self.args.label_smoothing_factor:
+            raise ValueError("StateTransitionTrainer takes no label smoothing")
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        transition = self.transition
+        labels = inputs.pop("labels")
+        inputs = {**inputs, "use_cache": False, "logits_to_keep": 1}
+        for path in transition.paths.values():
+            path.watched = True
+        with decoder_output(transition) as found:
+            outputs = model(**inputs)
+        running = transition.running
+        assert running is not None
+        losses = step_losses(
+            transition,
+            found[0],
+            inputs["input_ids"],
+            labels,
+            running.layout,
+            compare=self.beta > 0,
+            loss_tokens=self.loss_tokens,
+        )
+        count = losses.num_tokens if num_items_in_batch is None else num_items_in_batch
+        total = losses.next_token + self.beta * losses.distance * losses.num_tokens / max(losses.num_compared, 1)
+        loss = total / torch.as_tensor(count, device=total.device).clamp(min=1)
+        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
+            loss = loss * self.accelerator.num_processes
+        self._note(losses)
+        return (loss, outputs) if return_outputs else loss
+
+    def _note(self, losses: Any) -> None:
+        transition = self.transition
+        running = transition.running
+        assert running is not None
+        config = transition.config
+        steps = torch.where(running.layout.kind == STEP, running.layout.step, 0).amax(1)
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        weight = momentum_weight(
+            int(steps.max()), max_alpha=config.max_alpha, max_steps=config.max_steps, rule=config.alpha_rule
+        )
+        noted = {
+            "next_token_loss": float(losses.next_token.detach()) / max(losses.num_tokens, 1),
+            "steps": float(steps.float().mean()),
+            "alpha": weight,
+        }
+        if self.beta > 0:
+            noted["distance"] = float(losses.distance.detach()) / max(losses.num_compared, 1)
+        openness = list(transition.openness.values())
+        if openness:
+            noted["gate"] = sum(openness) / len(openness)
+        norms = [float(path.state_norm) for path in transition.paths.values() if path.state_norm is not None]
+        if norms:
+            noted["state_norm"] = sum(norms) / len(norms)
+        for name, value in noted.items():
+            metrics[f"step/{name}"].append(value)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if not self.args.should_save:
+            return
+        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        self.transition.save_pretrained(folder)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+        torch.save(self.args, folder / "training_args.bin")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self.transition.load(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        best = str(self.state.best_model_checkpoint)
+        if not (Path(best) / CONFIG_FILE).is_file():
+            raise ValueError(f"the best checkpoint {best} holds no state transition")
+        self.transition.load(best)
