@@ -9,6 +9,7 @@ import pytest
 from benchmarks.lab.conditions.table import BEFORE, CONDITIONS
 from benchmarks.lab.experiment import journal
 from benchmarks.lab.report import plots
+from benchmarks.lab.report.claims import Claim, claims_table, growth_with_length
 from benchmarks.lab.report.page import BEGIN, END, replaced, write_page
 from benchmarks.lab.report.select import Cell, cells, new_results
 from benchmarks.lab.report.statistics import Estimate, correlation, estimate, rank_correlation
@@ -123,6 +124,27 @@ def test_tables_say_what_the_results_say() -> None:
     assert best[2].startswith("| `replay_2` | **+0.20 ± 0.00** | 1 of 1 |")
     assert any(line.startswith("| `replay_2+restore` | +0.30 ± 0.00 ↓ | 0 of 1 |") for line in best)
     assert markdown(("a", "b"), [("1", "2")]) == "| a | b |\n| --- | ---: |\n| 1 | 2 |"
+
+
+def test_claims_are_decided_by_intervals_only() -> None:
+    cell = only_cell(results())
+    text = claims_table([cell])
+    assert "| lfm2 sums | `qk_restore` − `none` | +0.20 ± 0.00 | +0.00 ± 0.00 | supported |" in text
+    assert "`qk_restore` − `freeze` | +0.05 ± 0.12 | +0.00 ± 0.00 | undecided" in text
+    assert "`v_restore`" not in text  # no results, no line
+    same = Claim("", "a", "b", equal=True)
+    assert same.verdict(Estimate(0.1, 0.05, 3)) == same.verdict(Estimate(-0.1, 0.05, 3)) == "contradicted"
+    assert same.verdict(Estimate(0.1, 0.2, 3)) == "undecided"
+    assert Claim("", "a", "b").verdict(Estimate(-0.1, 0.05, 3)) == "contradicted"
+
+
+def test_loss_by_length_is_that_of_plain_fine_tuning() -> None:
+    found = only_cell(results())
+    for seed, lost in ((0, 0.1), (1, 0.2), (2, 0.3)):
+        found.results["none"][seed]["recall"]["colours"]["128"] = 1.0 - lost
+        found.results["before"][seed]["recall"]["colours"] = {"128": 1.0, "512": 0.9}
+    grown = growth_with_length(found)
+    assert grown is not None and grown.mean == pytest.approx(((0.6 - 0.1) + (0.55 - 0.2) + (0.5 - 0.3)) / 3)
 
 
 def test_drift_is_paired_with_the_recall_that_its_own_run_lost() -> None:

@@ -10,11 +10,12 @@ from benchmarks.lab.conditions.table import BEFORE, QK
 from benchmarks.lab.experiment import journal
 from benchmarks.lab.measuring.scores import NUM_NEEDLES
 from benchmarks.lab.report import plots
+from benchmarks.lab.report.claims import claims_table
 from benchmarks.lab.report.select import EQUAL_REASONING, Cell, cells
 from benchmarks.lab.report.tables import best_table, cell_table, markdown
 
 BEGIN, END = "<!-- generated: {} -->", "<!-- end of generated part -->"
-PARTS = ("confirmation", "development", "drift")
+PARTS = ("claims", "drift", "confirmation", "development")
 SKELETON = "# Evidence\n\n" + "\n\n".join(f"{BEGIN.format(part)}\n{END}" for part in PARTS) + "\n"
 
 
@@ -37,6 +38,7 @@ def write_page(results: Path, output: Path) -> Path:
     parts = {
         "confirmation": _by_cell([cell for cell in found if cell.purpose == "confirmation"], output, "confirmation"),
         "development": _by_cell([cell for cell in found if cell.purpose == "development"], output, "development"),
+        "claims": _claims(found),
         "drift": _drift(found, output),
     }
     for name, content in parts.items():
@@ -85,6 +87,18 @@ def _caption(cell: Cell) -> str:
         f" {questions} questions a length and seed. `{BEFORE}` is the pretrained model."
         f" torch {versions['torch']}, transformers {versions['transformers']}, trl {versions['trl']}."
     )
+
+
+def _claims(found: Sequence[Cell]) -> str:
+    """The claims on the seeds that confirm, and on those that chose where there are no others."""
+    confirmed = [cell for cell in found if cell.purpose == "confirmation"]
+    used = confirmed or found
+    about = "confirmation" if confirmed else "development: nothing is confirmed yet"
+    note = (
+        f"Seeds: {about}. Differences at the longest length and in new results, paired over seeds, with 95 % intervals;"
+        " a verdict needs an interval that leaves out 0."
+    )
+    return f"{note}\n\n{claims_table(used)}"
 
 
 def _drift(found: Sequence[Cell], output: Path) -> str:

@@ -1,0 +1,93 @@
+"""Claims about protections as paired comparisons: what should be above what, and what the results say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from benchmarks.lab.conditions.table import BEFORE, NONE, QK
+from benchmarks.lab.report.select import Cell, new_results
+from benchmarks.lab.report.statistics import Estimate, estimate
+from benchmarks.lab.report.tables import markdown
+
+Verdict = Literal["supported", "contradicted", "undecided"]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Recall at the longest length after `better` is above that after `worse`; `equal` claims no difference.
+
+    Attributes:
+        text: the claim in words.
+        better, worse: conditions.
+        equal: the claim is that they are alike.
+    """
+
+    text: str
+    better: str
+    worse: str
+    equal: bool = False
+
+    def verdict(self, difference: Estimate) -> Verdict:
+        """Whether the 95 % interval of the difference decides the claim."""
+        if self.equal:
+            return "contradicted" if difference.above_zero or difference.below_zero else "undecided"
+        if difference.above_zero:
+            return "supported"
+        return "contradicted" if difference.below_zero else "undecided"
+
+
+CLAIMS = (
+    Claim("QK-Restore brings recall back", QK, NONE),
+    Claim("joint restore beats queries only", QK, "q_restore"),
+    Claim("joint restore beats keys only", QK, "k_restore"),
+    Claim("restoring V does nothing", "v_restore", NONE, equal=True),
+    Claim("freezing is worse than free-then-restore", QK, "freeze"),
+    Claim("the few retrieval heads suffice (2 heads against all)", "heads_2_restore", QK, equal=True),
+    Claim("sacrificial routing beats restore alone", "sacrifice_3+restore", QK),
+    Claim("restoring Q, K, V and O beats QK-Restore", "qkvo_restore", QK),
+    Claim("averaging every weight with its start (10 %) beats QK-Restore", "wise_ft_0.1", QK),
+    Claim("replaying other needles (5 %) beats QK-Restore", "replay_5", QK),
+    Claim("replay, then restore, beats replay alone", "replay_5+restore", "replay_5"),
+    Claim("replay with Q/K frozen beats replay alone", "freeze+replay_5", "replay_5"),
+)
+
+
+def claims_table(cells: Sequence[Cell]) -> str:
+    """Each claim in each cell: difference of recall, of reasoning, and whether the interval decides."""
+    rows = [row for claim in CLAIMS for cell in cells if (row := _row(claim, cell)) is not None]
+    rows += [row for cell in cells if (row := _length_row(cell)) is not None]
+    return markdown(("claim", "where", "conditions", "recall", "reasoning", "verdict"), rows)
+
+
+def _row(claim: Claim, cell: Cell) -> tuple[str, ...] | None:
+    recall = cell.difference(claim.better, claim.worse, cell.recall)
+    reasoning = cell.difference(claim.better, claim.worse, new_results)
+    if recall is None or reasoning is None:
+        return None
+    pair = f"`{claim.better}` − `{claim.worse}`"
+    texts = (recall.text(signed=True), reasoning.text(signed=True))
+    return claim.text, f"{cell.architecture} {cell.data}", pair, *texts, claim.verdict(recall)
+
+
+def _length_row(cell: Cell) -> tuple[str, ...] | None:
+    """Whether what plain fine-tuning loses at the longest length is more than at the shortest."""
+    found = growth_with_length(cell)
+    if found is None:
+        return None
+    verdict = Claim("", "", "").verdict(found)
+    pair = f"loss @{cell.lengths[-1]} − loss @{cell.lengths[0]}"
+    return (
+        "the loss grows with length", f"{cell.architecture} {cell.data}", pair, found.text(signed=True), "", verdict,
+    )  # fmt: skip
+
+
+def growth_with_length(cell: Cell) -> Estimate | None:
+    """Recall lost by plain fine-tuning at the longest length, less what is lost at the shortest, paired over seeds."""
+    before, after = cell.results.get(BEFORE, {}), cell.results.get(NONE, {})
+    short, long = cell.recall_at(cell.lengths[0]), cell.recall
+    seeds = sorted(before.keys() & after.keys())
+    if not seeds:
+        return None
+    return estimate([(long(before[s]) - long(after[s])) - (short(before[s]) - short(after[s])) for s in seeds])
