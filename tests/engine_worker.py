@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tests.engine_extras import EXTRAS
 from tests.engines import CASES, RESUMED, SAVING, settings, state, train_case
 from tests.sharded_loops import LOOPS, loop
 
@@ -81,6 +82,8 @@ def main(engine: str, folder: Path) -> None:
         torch.save(state(train_case(case, output, **options)), folder / f"straight {mode}.{rank}.pt")
         trainer = train_case(case, output, resume=str(output / "checkpoint-2"), **options)
         torch.save(state(trainer), folder / f"resumed {mode}.{rank}.pt")
+    for name, extra in EXTRAS[engine].items():
+        torch.save(extra.run(engine, folder / name), folder / f"{name}.{rank}.pt")
 
 
 if __name__ == "__main__":

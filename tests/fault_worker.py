@@ -14,7 +14,7 @@ import torch
 from transformers import TrainerCallback
 
 from routeguard import QKRestore, RouteGuard, Track
-from routeguard.training import session
+from routeguard.training import ending
 from tests.engine_worker import let_accelerate_shard_on_cpus
 from tests.engines import SAVING, settings, state
 from tests.loops import tiny
@@ -51,8 +51,8 @@ def main(engine: str, folder: Path, what: str) -> None:
     if engine == "fsdp2":
         let_accelerate_shard_on_cpus()
     if what == "restore":
-        session.restore = killed_in_restore  # type: ignore[assignment]
-        session.restore_shards = killed_in_restore_of_shards  # type: ignore[assignment]
+        ending.restore = killed_in_restore  # type: ignore[assignment]
+        ending.restore_shards = killed_in_restore_of_shards  # type: ignore[assignment]
     callbacks = [KilledInStep()] if what == "step" else []
     resume = None
     if what == "resume":

@@ -6,12 +6,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 
 from routeguard import Anchor, Freeze, LowLR, QKPro, QKRestore, Track
 from routeguard.protect.held import held_parameters
 from routeguard.routes.find import find_routes
-from routeguard.training.engines import refuse_split_rows, refuse_unsupported_engine, sharding_engine
+from routeguard.training.engines import (
+    refuse_split_rows,
+    refuse_unread_masters,
+    refuse_unsupported_engine,
+    sharding_engine,
+)
 from tests.loops import tiny
 
 
@@ -30,6 +36,26 @@ def trainer(engine: str | None, *, use_orig_params: bool = True, **deepspeed: An
 @pytest.mark.parametrize("engine", [None, "FSDP1", "FSDP2", "DeepSpeed"])
 def test_the_engine_is_named(engine: str | None) -> None:
     assert sharding_engine(trainer(engine)) == engine
+
+
+def test_a_model_that_transformers_has_split_is_noticed() -> None:
+    class Split(torch.Tensor):
+        placements, device_mesh = (), None
+
+    theirs = trainer(None)
+    theirs.model = SimpleNamespace(parameters=lambda: [torch.zeros(1), torch.zeros(1).as_subclass(Split)])
+    assert sharding_engine(theirs) == "tensor parallelism"
+    with pytest.raises(ValueError, match="whole matrices, which tensor parallelism splits"):
+        refuse_unsupported_engine(theirs, Track(), QKPro())
+
+
+def test_masters_that_are_not_in_this_runs_optimizer() -> None:
+    zero = SimpleNamespace(optimizer=SimpleNamespace(single_partition_of_fp32_groups=[]))
+    refuse_unread_masters(SimpleNamespace(), zero)
+    with pytest.raises(ValueError, match="stage 0 in 16 bits"):
+        refuse_unread_masters(SimpleNamespace(model_wrapped=SimpleNamespace(optimizer=None)), SimpleNamespace())
+    with pytest.raises(ValueError, match=r"second train\(\) of one Trainer under DeepSpeed"):
+        refuse_unread_masters(SimpleNamespace(model_wrapped=SimpleNamespace(optimizer=zero)), SimpleNamespace())
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.engine_extras import EXTRAS
 from tests.engines import (
     CASES,
     RESUMED,
@@ -53,6 +54,11 @@ def test_drift_is_logged_once_and_as_in_one_process(name: str, results: Path, tm
 @pytest.mark.parametrize("mode", RESUMED)
 def test_resuming_is_bit_identical(mode: str, results: Path) -> None:
     assert_resumed_bit_for_bit(results, mode)
+
+
+@pytest.mark.parametrize("name", list(EXTRAS["ddp"]))
+def test_beside_the_table(name: str, results: Path) -> None:
+    EXTRAS["ddp"][name].check(*(loaded(results, name, rank) for rank in (0, 1)))
 
 
 def test_the_modes_differ(results: Path) -> None:

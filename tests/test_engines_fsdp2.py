@@ -9,6 +9,7 @@ import torch
 
 from routeguard import find_routes
 from routeguard.protect.rows import take_rows
+from tests.engine_extras import EXTRAS
 from tests.engines import (
     CASES,
     RESUMED,
@@ -58,6 +59,11 @@ def test_drift_is_that_of_one_process(name: str, results: Path, tmp_path: Path) 
 @pytest.mark.parametrize("mode", RESUMED)
 def test_resuming_is_bit_identical(mode: str, results: Path) -> None:
     assert_resumed_bit_for_bit(results, mode)
+
+
+@pytest.mark.parametrize("name", list(EXTRAS["fsdp2"]))
+def test_beside_the_table(name: str, results: Path) -> None:
+    EXTRAS["fsdp2"][name].check(*(loaded(results, name, rank) for rank in (0, 1)))
 
 
 def test_the_modes_differ(results: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine_extras import EXTRAS
 from tests.engines import (
     CASES,
     RESUMED,
@@ -36,7 +37,8 @@ ZERO = CASES["zero2"]  # the stages have the same cases
 
 @pytest.fixture(scope="module", params=STAGES)
 def results(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp(request.param)
+    folder = tmp_path_factory.mktemp("stage") / request.param
+    folder.mkdir()
     launch(request.param, folder)
     return folder
 
@@ -86,6 +88,11 @@ def test_a_checkpoint_after_the_restore_consolidates_to_the_restored_weights(nam
         assert torch.equal(consolidated[parameter][mask], expected), parameter
     moved = sum(not torch.equal(value, start[name]) for name, value in consolidated.items() if name in start)
     assert moved > len(start) / 2
+
+
+@pytest.mark.parametrize("name", list(EXTRAS["zero2"]))
+def test_beside_the_table(name: str, results: Path) -> None:
+    EXTRAS[results.name][name].check(*(loaded(results, name, rank) for rank in (0, 1)))
 
 
 def test_the_modes_differ(results: Path) -> None:

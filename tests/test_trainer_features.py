@@ -139,6 +139,32 @@ def test_best_model_early_stopping_and_weights_only_checkpoints(mode: str, case:
     assert [sample.step for sample in samples] == [1, 2, 3, 4]
 
 
+class Stops(TrainerCallback):
+    """Ends training after step 3, after the guard has had its turn in that step."""
+
+    def __init__(self, event: str) -> None:
+        setattr(self, event, self.stop)
+
+    def stop(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == 3
+
+
+@each_mode
+@pytest.mark.parametrize("event", ["on_step_end", "on_evaluate"])
+def test_the_steps_after_the_last_log_line_are_recorded_too(event: str, mode: str, tmp_path: Path) -> None:
+    """Training that stops between two log lines, with another model loaded at the end."""
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    options |= {"load_best_model_at_end": True, "greater_is_better": True, "metric_for_best_model": "eval_loss"}
+    evaluation = {"eval_dataset": dataset(4)}
+    options |= {"max_steps": 8, "logging_steps": 2}
+    for name, callbacks in (("stopped", [Stops(event)]), ("whole", [])):
+        run(tiny(), tmp_path / name, MODES[mode](), *callbacks, trainer_options=evaluation, **options)
+    _, stopped = read_record(tmp_path / "stopped" / "routeguard" / "drift.jsonl")
+    _, whole = read_record(tmp_path / "whole" / "routeguard" / "drift.jsonl")
+    assert [sample.step for sample in stopped] == [1, 2, 3]
+    assert [sample.factors for sample in stopped] == [sample.factors for sample in whole[:3]]
+
+
 @each_mode
 def test_a_run_goes_on_from_weights_alone(mode: str, tmp_path: Path) -> None:
     options = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}

@@ -23,6 +23,7 @@ from routeguard.routes.collection import ROUTING_ROLES, Role, Route, Routes
 from routeguard.routes.find import find_routes
 from routeguard.routes.heads import Heads
 from routeguard.routes.in_memory import is_quantised
+from routeguard.sharding.split import is_split
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +130,7 @@ def _plan(
     refuse_merged(model, routes.routes)
     held = held_parameters(model, routes)
     for piece in held:
+        _refuse_split(piece)
         refuse_unreadable(piece)
     reference = open_reference(source, model, held)
     notes = [*check_same_meaning(meaning_of(model), reference.meaning, insist=insist), *reference.notes]
@@ -146,6 +148,15 @@ def _plan(
     if changes and not any(layer.changed_bytes for layer in per_layer):
         notes.append("nothing had moved: every row already equals what was written")
     return changes, RestoreReport(describe_method(mode, routes), reference.origin, per_layer, tuple(notes))
+
+
+def _refuse_split(piece: Held) -> None:
+    if is_split(piece.parameter):
+        raise ValueError(
+            f"{piece.name}, or what DeepSpeed trains in its place, is split over processes, and a restore here would "
+            "write to a part of it only. At the end of training RouteGuard(protect=Track(), restore=QKRestore()) "
+            "restores it; else save the model and repair that: routeguard restore BASE TUNED --out FIXED"
+        )
 
 
 def _refuse_not_finite(held: Sequence[Held], reference: Reference) -> None:

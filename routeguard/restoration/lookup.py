@@ -17,6 +17,7 @@ from routeguard.restoration.sources import ReferenceSource, Source, as_source
 from routeguard.routes.collection import Route, Rows, merge_rows
 from routeguard.routes.in_memory import is_quantised
 from routeguard.routes.names import canonical_name
+from routeguard.sharding.whole import whole_shape
 
 Place = tuple[int, str, str, bool, int]  # layer, role, kind, shared, position among those
 
@@ -46,7 +47,7 @@ def open_reference(source: ReferenceSource, model: nn.Module, held: Sequence[Hel
         lookup.adapter(group, list(peft_configs(model)))
     for piece in held:
         if piece.part == "base" and not is_quantised(piece.parameter):
-            lookup.base(piece.canonical, tuple(piece.parameter.shape), piece.rows, piece.dim, piece.routes)
+            lookup.base(piece.canonical, whole_shape(piece.parameter), piece.rows, piece.dim, piece.routes)
     return lookup.finish()
 
 
@@ -112,14 +113,15 @@ class _Lookup:
                 )
             return
         if present:
-            self.missing += [f"{p.canonical} {list(p.parameter.shape)}" for p, name in found.items() if name is None]
+            absent = [piece for piece, name in found.items() if name is None]
+            self.missing += [f"{piece.canonical} {list(whole_shape(piece.parameter))}" for piece in absent]
             return
         route = _canonical(group[0].routes[0])
         rows = next((piece.rows for piece in group if piece.part != "lora_A"), None)
         # Quantised bases have a logical shape of their own; the reference may be absent for a sidecar of another run.
         if not self.base(route.parameter, route.shape, rows, route.dim, group[0].routes, optional=True):
             base = f"{route.parameter} {list(route.shape)}{self._nearest(route.parameter)}"
-            shape = list(group[0].parameter.shape)
+            shape = list(whole_shape(group[0].parameter))
             self.missing.append(f"{group[0].canonical} {shape} (nor the base weight {base})")
 
     def finish(self) -> Reference:
@@ -193,7 +195,7 @@ class _Lookup:
 
     def _adapter_name(self, piece: Held, adapters: Sequence[str]) -> str | None:
         """The source's name of an adapter tensor: as in the model, or as adapter files spell it."""
-        shape = tuple(piece.parameter.shape)
+        shape = whole_shape(piece.parameter)
         for candidate in _adapter_spellings(piece.canonical, adapters):
             if self.source.shapes.get(candidate) == shape:
                 return candidate

@@ -6,11 +6,23 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from routeguard.protect.held import Held
 from routeguard.sharding.shard import Shard, make_shard
 from routeguard.sharding.whole import local_tensor
+
+
+def reshard(model: nn.Module) -> None:
+    """Let FSDP2 drop the whole parameters that a forward pass may have left, so that the next one gathers them anew.
+
+    Needed after writing to shards: with `reshard_after_forward=False` an evaluation leaves whole copies behind.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def shard_of(held: Held) -> Shard:

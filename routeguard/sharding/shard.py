@@ -80,7 +80,8 @@ def make_shard(
 
     Raises ValueError where the engine splits the inside of rows, so that no local rows are the held ones.
     """
-    covered = {rows: _local_rows(held, rows, shape, dim, cut) for rows in {held.rows, *(r.rows for r in held.routes)}}
+    routed = held.routes if held.part != "lora_A" else ()  # the routed weight's rows are not rows of A
+    covered = {rows: _local_rows(held, rows, shape, dim, cut) for rows in {held.rows, *(r.rows for r in routed)}}
 
     def route_here(route: Route) -> Route:
         return replace(route, rows=covered[route.rows], dim=dim, shape=tuple(local.shape))
@@ -91,7 +92,7 @@ def make_shard(
         rows=covered[held.rows],
         dim=dim,
         part=held.part,
-        routes=tuple(route_here(route) for route in held.routes),
+        routes=tuple(route_here(route) for route in routed) or held.routes,
         split=held.parameter,
         shape=tuple(shape),
         whole_rows=held.rows,

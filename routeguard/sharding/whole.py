@@ -13,6 +13,11 @@ def is_distributed_tensor(tensor: Any) -> bool:
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
+def whole_shape(tensor: Any) -> tuple[int, ...]:
+    """The shape of a parameter as the model was written, also where ZeRO-3 has left an empty one here."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
 @torch.no_grad()
 def local_tensor(tensor: Tensor) -> Tensor:
     """A DTensor's local part, in its memory; any other tensor itself. No gradient flows through it."""

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from routeguard.protect.held import Held
+from routeguard.protect.rows import put_rows, take_rows
+from routeguard.sharding.processes import sum_over_processes
 from routeguard.sharding.shard import Shard, make_shard
+from routeguard.sharding.whole import whole_shape
 
 
 def is_partitioned(parameter: Any) -> bool:
@@ -25,11 +28,11 @@ def is_partitioned(parameter: Any) -> bool:
 def shard_of(held: Held) -> Shard:
     """This process' stretch of a held parameter: of its float32 masters, or of its values where it is frozen."""
     parameter: Any = held.parameter
-    shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+    shape = whole_shape(parameter)
     local, offset, group_size = (_stage_3 if hasattr(parameter, "ds_id") else _stages_1_and_2)(held)
 
     def cut(tensor: Tensor) -> Tensor:
-        return tensor.flatten()[offset : offset + local.numel()]
+        return tensor.reshape(-1)[offset : offset + local.numel()]
 
     copies = max(torch.distributed.get_world_size() // group_size, 1)
     return make_shard(held, local, shape=shape, dim=0, copies=copies, cut=cut, whole_gradient=True)
@@ -53,19 +56,52 @@ def zero_optimizer(optimizer: Any) -> Any:
     return None
 
 
-def publish_masters(optimizer: Any) -> None:
-    """Give the model the values of the masters, as after a step: each process its own stretch, then gathered."""
-    zero = zero_optimizer(optimizer)
-    if zero is None:
-        raise ValueError("the optimizer is not one of DeepSpeed's ZeRO optimizers; its masters cannot be published")
-    if hasattr(zero, "update_lp_params"):
-        zero.update_lp_params()
+@torch.no_grad()
+def publish(shards: Sequence[Shard]) -> None:
+    """Copy held rows from the masters to what the model computes with, and nothing else. Every process must call it.
+
+    Stages 1 and 2 gather one tensor at a time; under stage 3 each process writes its own stretch.
+    """
+    mastered = [shard for shard in shards if is_partitioned(shard.split) and shard.trainable]
+    split = [shard for shard in mastered if hasattr(shard.split, "ds_id")]
+    for shard in mastered:
+        if shard not in split:
+            put_rows(shard.split, shard.whole_rows, _gathered_rows(shard), shard.whole_dim)
+    if not split:
         return
-    zero._partition_all_parameters()
-    for at in range(len(zero.fp16_groups)):
-        zero._reassign_or_swap_out_partitioned_parameters(at)
-    if zero.persistent_parameters:
-        zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+    optimizer: Any = split[0].split._z3_optimizer  # type: ignore[attr-defined]
+    optimizer._partition_all_parameters()
+    for shard in split:
+        put_rows(_stretch(shard), shard.rows, take_rows(shard.parameter, shard.rows))
+    if optimizer.persistent_parameters:  # those that stage 3 keeps whole in every process
+        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+
+def published(held: Held) -> list[Tensor]:
+    """The held rows that the model computes with, where those that are trained are masters apart from it; else none."""
+    parameter: Any = held.whole
+    if not (isinstance(held, Shard) and is_partitioned(parameter) and held.trainable):
+        return []
+    shard = held
+    if not hasattr(parameter, "ds_id"):
+        return [take_rows(parameter.detach(), shard.whole_rows, shard.whole_dim)]
+    return [take_rows(_stretch(shard), shard.rows)]
+
+
+def _stretch(shard: Shard) -> Tensor:
+    """This process' part of a parameter under stage 3, in the model's dtype."""
+    parameter: Any = shard.split
+    stretch: Tensor = parameter.ds_tensor.detach().view(-1)
+    return stretch[: shard.parameter.numel()]
+
+
+def _gathered_rows(shard: Shard) -> Tensor:
+    """All held rows of the masters of one parameter, from every process: added up as bytes, which changes no bit."""
+    masters = shard.parameter
+    whole = torch.zeros(shard.shape, dtype=masters.dtype, device=masters.device)
+    shard.cut(whole).copy_(masters)
+    added = sum_over_processes(whole.view(-1).view(torch.uint8)).view(masters.dtype).view(shard.shape)
+    return take_rows(added, shard.whole_rows, shard.whole_dim)
 
 
 def pulls_of(shards: Sequence[Shard], starts: dict[str, Tensor]) -> Callable[[Tensor], list[tuple[Tensor, Tensor]]]:

@@ -7,6 +7,8 @@ from typing import Any
 
 from routeguard.protect.held import Held
 from routeguard.protect.modes import Anchor, Freeze, LowLR, Protection, QKPro, Restoration
+from routeguard.sharding.whole import is_distributed_tensor
+from routeguard.sharding.zero import zero_optimizer
 
 
 def refuse_unsupported_engine(trainer: Any, protect: Protection, restore: Restoration | None) -> None:
@@ -72,10 +74,27 @@ def refuse_split_rows(trainer: Any, protect: Protection, held: Sequence[Held]) -
         )
 
 
+def refuse_unread_masters(trainer: Any, optimizer: Any) -> None:
+    """Raise ValueError where DeepSpeed has masters of the parameters that are not in the optimizer of this run."""
+    if zero_optimizer(optimizer) is not None:
+        return
+    if zero_optimizer(getattr(getattr(trainer, "model_wrapped", None), "optimizer", None)) is not None:
+        raise ValueError(
+            "a second train() of one Trainer under DeepSpeed: its engine still has the first one's optimizer, and "
+            "transformers cannot step it again. Make a new Trainer, with a model of its own, for the second training"
+        )
+    raise ValueError(
+        "DeepSpeed keeps float32 masters here without ZeRO (stage 0 in 16 bits), which routeguard does not read; use "
+        "ZeRO stage 1, 2 or 3"
+    )
+
+
 def sharding_engine(trainer: Any) -> str | None:
-    """The engine that shards the parameters: "DeepSpeed", "FSDP1", "FSDP2", or None."""
+    """What splits the parameters: "DeepSpeed", "FSDP1", "FSDP2", "tensor parallelism" (by transformers), or None."""
     if getattr(trainer, "is_deepspeed_enabled", False):
         return "DeepSpeed"
     if not getattr(trainer, "is_fsdp_enabled", False):
-        return None
+        model = getattr(trainer, "model", None)
+        split = model is not None and any(is_distributed_tensor(parameter) for parameter in model.parameters())
+        return "tensor parallelism" if split else None
     return "FSDP2" if getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1) == 2 else "FSDP1"

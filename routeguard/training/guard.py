@@ -18,6 +18,7 @@ from routeguard.protect.modes import (
     as_restoration,
 )
 from routeguard.routes.collection import ROUTING_ROLES, Role, Routes
+from routeguard.training.ending import Ending
 from routeguard.training.engines import refuse_split_rows, refuse_unsupported_engine, sharding_engine
 from routeguard.training.protector import Protector
 from routeguard.training.rewriters import refuse_bema_beside_frozen
@@ -86,7 +87,7 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         self._protector = Protector(self.protect, layers=self.layers, roles=self.roles, norms=norms)
         self._trainer: Any = None
         self._session: Session | None = None
-        self._ended: Session | None = None  # until every other callback has had its turn at the end
+        self._ending: Ending | None = None  # until every other callback has had its turn at the end
         self._kept: tuple[Any, Start] | None = None  # the model and the start that its last train() protected
         self._state: RunState | None = None
         self._own_optimizer = False
@@ -179,9 +180,9 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
 
         def on_train_end(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            ended, self._ended = self._ended, None
-            if ended is not None:
-                ended.look_again(self.restore)
+            ending, self._ending = self._ending, None
+            if ending is not None:
+                ending.look_again()
             return result
 
         handler.on_train_end = on_train_end
@@ -222,10 +223,7 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
             refuse_bema_beside_frozen(trainer, frozen)
             frozen.hold_rows()
             if sharding_engine(trainer) == "FSDP1":
-                print(
-                    f"routeguard: {len(frozen.whole)} routing tensors frozen; drift is not logged here",
-                    flush=True,
-                )
+                print(f"routeguard: {len(frozen.whole)} routing tensors frozen; drift is not logged here", flush=True)
                 return
         assert self._protector.model is not None
         kept = self._kept[1] if self._kept is not None and self._kept[0] is self._protector.model else None
@@ -260,17 +258,18 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
             self._session.write_checkpoint_state(f"{args.output_dir}/checkpoint-{state.global_step}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._session is not None:
-            self._session.finish(kwargs["model"], self.restore)
-            if self.probe is not None and self.restore is not None:
-                self.probe.after_restore(args, state, control, kwargs["model"])
-        ended = self._session
+        if self._session is None:
+            return
+        ending = Ending(self._session, kwargs["model"], self.restore)
+        ending.finish()
+        if self.probe is not None and self.restore is not None:
+            self.probe.after_restore(args, state, control, kwargs["model"])
         self._close()
-        self._ended = ended
+        self._ending = ending
 
     def _close(self) -> None:
         """Take away every hook of the last `train()`."""
-        self._ended = None
+        self._ending = None
         if self._session is not None:
             self._session.close()
             self._session = None

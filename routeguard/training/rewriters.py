@@ -12,6 +12,8 @@ from routeguard.protect.freeze import Frozen
 from routeguard.protect.held import Held
 from routeguard.protect.rows import take_rows
 from routeguard.sharding.processes import sum_over_processes
+from routeguard.sharding.whole import is_distributed_tensor
+from routeguard.sharding.zero import published
 from routeguard.training.stillness import fingerprint
 
 _BEMA = "BEMACallback"
@@ -25,6 +27,16 @@ def refuse_bema_beside_frozen(trainer: Any, frozen: Frozen) -> None:
             f"TRL's {_BEMA} pairs the trainable parameters with all parameters of its copy, one by one, and fails at "
             f"its first update where any is frozen, as {still[0].name} is. Use RouteGuard(protect=Track(), "
             "restore=QKRestore()), which puts the average's queries and keys back too, or leave the callback out"
+        )
+
+
+def refuse_bema_beside_shards(trainer: Any, held: Sequence[Held]) -> None:
+    """Raise ValueError for TRL's BEMACallback where the model's own tensors are split: it copies them into a model."""
+    split = [h for h in held if is_distributed_tensor(h.parameter) or hasattr(h.parameter, "ds_id")]
+    if split and bema_callbacks(trainer):
+        raise ValueError(
+            f"TRL's {_BEMA} copies the model's tensors into a model of its own, which fails where they are split over "
+            f"processes, as {split[0].name} is (FSDP2, ZeRO-3); leave the callback out, or train with DDP or ZeRO-2"
         )
 
 
@@ -53,4 +65,5 @@ class Marks:
         return bool(sum_over_processes(different.any().float()))
 
     def _now(self) -> list[Tensor]:
-        return [fingerprint(take_rows(h.parameter.detach(), h.rows, h.dim)) for h in self._held]
+        rows = [take_rows(h.parameter.detach(), h.rows, h.dim) for h in self._held]
+        return [fingerprint(tensor) for tensor in (*rows, *(copy for h in self._held for copy in published(h)))]

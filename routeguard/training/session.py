@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,20 +16,16 @@ from routeguard.protect.anchor import AnchorPull
 from routeguard.protect.freeze import Frozen
 from routeguard.protect.groups import RoutingGroups
 from routeguard.protect.held import Held, held_parameters
-from routeguard.protect.modes import Anchor, Freeze, Restoration
+from routeguard.protect.modes import Anchor, Freeze
 from routeguard.protect.optimizers import inner_optimizer
-from routeguard.restoration.in_memory import restore
 from routeguard.restoration.reference import save_reference
-from routeguard.restoration.report import RestoreReport
-from routeguard.restoration.sharded import restore_shards
 from routeguard.sharding.processes import sum_over_processes
-from routeguard.sharding.shard import Shard
 from routeguard.sharding.split import shards_of
-from routeguard.sharding.zero import is_partitioned, publish_masters, pulls_of, zero_optimizer
-from routeguard.storage.durable import write_json
+from routeguard.sharding.zero import is_partitioned, pulls_of
+from routeguard.training.engines import refuse_unread_masters
 from routeguard.training.log_metrics import LogWrapper
 from routeguard.training.resolution import ResolutionWatch
-from routeguard.training.rewriters import Marks, averaged_models
+from routeguard.training.rewriters import refuse_bema_beside_shards
 from routeguard.training.run_state import DRIFT_FILE, FOLDER, REFERENCE_FILE, write_state
 from routeguard.training.start import Start, find_start
 from routeguard.training.start_values import refuse_nan, start_values
@@ -72,23 +67,20 @@ class Session:
         self.watch: ResolutionWatch | None = None
         self.meter: DriftMeter | None = None
         self.log: LogWrapper | None = None
-        self.marks: Marks | None = None
         self.model = model
         self.trainer = trainer
-        self._step = self._written_step = resumed_step
+        self.step = self._written_step = resumed_step
         self._last_metrics: dict[str, float] = {}
         resumed = resumed_from is not None or resumed_step > 0
         whole = held_parameters(model, guard.routes)
         self.shards = shards_of(whole)
         self.optimizer = optimizer
         self.zero = any(is_partitioned(h.parameter) for h in whole)
-        if self.zero and zero_optimizer(optimizer) is None:
-            raise ValueError(
-                "DeepSpeed keeps float32 masters here without ZeRO (stage 0 in 16 bits), which routeguard does not "
-                "read; use ZeRO stage 1, 2 or 3"
-            )
+        if self.zero:
+            refuse_unread_masters(trainer, optimizer)
         held: Sequence[Held] = self.shards or whole
         self.held = held
+        refuse_bema_beside_shards(trainer, whole)
         refuse_nan(held)
         start = find_start(
             guard.reference,
@@ -122,7 +114,7 @@ class Session:
 
     def after_step(self, step: int) -> None:
         """Queue this step's drift on the device."""
-        self._step = step
+        self.step = step
         if self.groups is not None and self.zero:
             self.groups.check()
         if self.meter is not None:
@@ -130,19 +122,22 @@ class Session:
             if self.meter.num_pending >= _MAX_PENDING:
                 self._write(self.meter.read(routing=False))
 
-    def metrics(self) -> dict[str, float]:
-        """What a log line gets: writes the queued steps to the drift file and returns the newest as flat numbers."""
+    def metrics(self, *, routing: bool = True) -> dict[str, float]:
+        """What a log line gets: writes the queued steps to the drift file and returns the newest as flat numbers.
+
+        `routing=False` leaves the logit form out, which is that of the weights now and not of the newest step.
+        """
         if self.watch is not None:
             self.watch.report()
         if self.meter is None:
             assert self.still is not None
             self.still.check()  # what stands still at a log step has not moved at the steps before it
             zero = dict.fromkeys(_cells(self.guard), 0.0)
-            samples = [DriftSample(step, zero) for step in range(self._written_step + 1, self._step + 1)]
+            samples = [DriftSample(step, zero) for step in range(self._written_step + 1, self.step + 1)]
         else:
-            samples = self.meter.read()
+            samples = self.meter.read(routing=routing)
         self._write(samples)
-        self._written_step = self._step
+        self._written_step = self.step
         if samples:
             self._last_metrics = flat_metrics(samples[-1])
         return self._last_metrics
@@ -152,41 +147,6 @@ class Session:
         if Path(folder).is_dir():
             write_state(Path(folder), self.state)
 
-    def finish(self, model: nn.Module, method: Restoration | None) -> None:
-        """The end of training: the restore, if one was asked for."""
-        if method is None:
-            return
-        if self.shards is not None:
-            report = self._restore_shards(self.shards, method)
-        else:
-            report = self._restore(model, method)
-            for average in averaged_models(self.trainer):
-                print(f"routeguard: the average that is saved beside the model: {self._restore(average, method)}")
-        self.marks = Marks([h for h in self.held if h.trainable])
-        if self.is_main:
-            write_json(self.folder / "restore.json", report.to_dict())
-            print(report, flush=True)
-        if self.trainer is not None:
-            drifts = [value for layer in report.layers for value in layer.drift_before.values()]
-            self.trainer.log({"routeguard/drift_before_restore": max(drifts, default=0.0)})
-
-    def look_again(self, method: Restoration | None) -> None:
-        """After every callback's end: what is frozen stands still, and what was restored is restored.
-
-        Raises RuntimeError as `Stillness.check` does. Warns where it has to restore a second time.
-        """
-        if self.still is not None:
-            self.still.check()
-        if self.marks is not None and self.marks.changed():
-            warnings.warn(
-                "a callback that runs after RouteGuard at the end of training wrote over the restored queries and keys "
-                "(an average, EMA); they are restored again. What other callbacks uploaded in between has them as "
-                "that callback left them",
-                UserWarning,
-                stacklevel=2,
-            )
-            self.finish(self.model, method)
-
     def close(self) -> None:
         """Remove every hook and wrapper of this `train()`; the model's frozen parameters stay frozen."""
         for part in (self.log, self.watch, self.pull, self.groups):
@@ -194,22 +154,6 @@ class Session:
                 part.remove()
         if self.frozen is not None:
             self.frozen.detach_optimizers()
-
-    def _restore(self, model: nn.Module, method: Restoration) -> RestoreReport:
-        assert self.start.reference is not None
-        guard = self.guard
-        return restore(
-            model, self.start.reference, method=method, roles=guard.roles, layers=guard.layers, norms=guard.norms
-        )
-
-    def _restore_shards(self, shards: Sequence[Shard], method: Restoration) -> RestoreReport:
-        assert self.guard.routes is not None and self.meter is not None
-        self.meter.measure(self._step)
-        drift = self.meter.read()[-1].factors
-        report = restore_shards(shards, self.starts, self.guard.routes, method, drift, self.start.origin)
-        if self.zero:
-            publish_masters(self.optimizer)
-        return report
 
     # -- building --------------------------------------------------------------------------------------------------
 

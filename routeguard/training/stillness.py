@@ -8,6 +8,7 @@ from torch import Tensor
 from routeguard.protect.freeze import Frozen
 from routeguard.protect.held import Held
 from routeguard.protect.rows import take_rows
+from routeguard.sharding.zero import published
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -29,8 +30,9 @@ class Stillness:
         self._still = [*frozen.whole, *frozen.before]
         self._marks = self._fingerprints()
 
-    def _fingerprints(self) -> list[Tensor]:
-        return [fingerprint(held.parameter) for held in self._still]
+    def _fingerprints(self) -> list[tuple[Held, Tensor]]:
+        still = [(held, fingerprint(held.parameter)) for held in self._still]
+        return still + [(held, fingerprint(rows)) for held in self._frozen.rows for rows in published(held)]
 
     def check(self) -> None:
         """Raise RuntimeError, naming the tensor, if a frozen one changed or became trainable. Waits for the device."""
@@ -40,12 +42,11 @@ class Stillness:
                 raise RuntimeError(
                     f"{held.name} was frozen and is trainable again: something unfroze it during training"
                 )
-        same = [now == then for now, then in zip(self._fingerprints(), self._marks, strict=True)]
-        same += [self._rows_same(held) for held in self._frozen.rows]
-        if same and not all(torch.stack([value.cpu() for value in same]).tolist()):
-            moved = next(
-                held for held, value in zip([*self._still, *self._frozen.rows], same, strict=True) if not value
-            )
+        marks = zip(self._fingerprints(), self._marks, strict=True)
+        same = [(held, now == then) for (held, now), (_, then) in marks]
+        same += [(held, self._rows_same(held)) for held in self._frozen.rows]
+        if same and not all(torch.stack([value.cpu() for _, value in same]).tolist()):
+            moved = next(held for held, value in same if not value)
             raise RuntimeError(
                 f"{moved.name} is held and changed all the same: another callback, EMA or a custom step writes to it"
             )
