@@ -264,3 +264,55 @@ def test_8_bit_optimizers_with_an_anchor_equal_its_definition(optim: str, tmp_pa
 def test_8_bit_optimizers_cannot_treat_rows_apart(optim: str, mode: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"some rows of .*q_proj.* from bitsandbytes\.optim.*protect=Freeze"):
         tuned("qwen3_5_text", tmp_path, optim, MODES[mode]())
+
+
+MODES_8_BIT = ["freeze", "low_lr", "anchor", "track", "restored"]
+RESUMED_8_BIT = [
+    *(("lfm2", mode, optim) for mode in MODES_8_BIT for optim in OPTIMIZERS),
+    *(("qwen3_5_text", mode, optim) for mode in ("freeze", "track") for optim in OPTIMIZERS[:3]),  # rows
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "mode", "optim"),
+    [
+        pytest.param(*row, marks=() if row[2] in ("adamw_8bit", "paged_adamw_8bit") else pytest.mark.slow)
+        for row in RESUMED_8_BIT
+    ],
+)
+def test_resuming_with_8_bit_and_paged_optimizers_is_bit_identical(
+    case: str, mode: str, optim: str, tmp_path: Path
+) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1, "weight_decay": 0.1}
+    straight = tuned(case, tmp_path, optim, MODES[mode](), **saving)
+    values = {name: value.detach().clone() for name, value in straight.model.named_parameters()}
+    states = optimizer_states(straight)
+    _, samples = read_record(tmp_path / "routeguard" / "drift.jsonl")
+    again = run(
+        tiny(case, seed=1),
+        tmp_path,
+        MODES[mode](),
+        resume=str(tmp_path / "checkpoint-2"),
+        optim=optim,
+        **{"learning_rate": 1e-3, **saving},
+    )
+    assert_same(values, {name: value.detach() for name, value in again.model.named_parameters()})
+    assert_same(states, optimizer_states(again))
+    assert read_record(tmp_path / "routeguard" / "drift.jsonl")[1] == samples
+    assert [sample.step for sample in samples] == [1, 2, 3, 4]
+    start = routed_values(tiny(case), find_routes(tiny(case)))
+    if mode in ("freeze", "restored"):
+        assert_same(start, held(again))
+    else:
+        assert_moved(start, held(again))
+
+
+def optimizer_states(trainer: Trainer) -> dict[str, Tensor]:
+    """Every tensor of the optimizer's state, by the position of its parameter in the groups."""
+    saved = trainer.optimizer.optimizer.state_dict()["state"]
+    return {
+        f"{at} {key}": value.clone()
+        for at, state in saved.items()
+        for key, value in state.items()
+        if torch.is_tensor(value)
+    }
