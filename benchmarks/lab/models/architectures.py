@@ -130,9 +130,8 @@ ARCHITECTURES = {
         Architecture("lfm2", "LFM2", "short convolutions", _lfm2, pretrain_steps=2600),
         Architecture("qwen3_next", "Qwen3-Next", "gated delta rule", _qwen3_next),
         Architecture("bamba", "Bamba", "Mamba-2", _bamba),
-        Architecture("gemma3", "Gemma-3", f"sliding attention over {WINDOW} tokens", _gemma3),
+        Architecture("gemma3", "Gemma-3", f"sliding attention over {WINDOW} tokens", _gemma3, pretrain_steps=4000),
         Architecture("llama", "Llama", "nothing: all layers attend fully (control)", _llama),
     )
 }
 MAIN_ARCHITECTURE = "lfm2"
-CONTROL_ARCHITECTURE = "llama"
