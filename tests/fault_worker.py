@@ -1,6 +1,6 @@
-"""One of two DDP processes that is killed in the middle of a step, or in the restore at the end, or that resumes.
+"""One of two processes that is killed in the middle of a step, or in the restore at the end, or that resumes.
 
-python -m torch.distributed.run --nproc_per_node 2 -m tests.fault_worker FOLDER straight|step|restore|resume
+python -m torch.distributed.run --nproc_per_node 2 -m tests.fault_worker ENGINE FOLDER straight|step|restore|resume
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch
 from transformers import TrainerCallback
 
 from routeguard import QKRestore, RouteGuard, Track
+from routeguard.protect.optimizers import inner_optimizer
 from routeguard.training import ending
-from tests.engine_worker import let_accelerate_shard_on_cpus
+from tests.engine_worker import let_accelerate_run_deepspeed_on_cpus, let_accelerate_shard_on_cpus
 from tests.engines import SAVING, settings, state
 from tests.loops import tiny
 from tests.trainers import run
@@ -29,6 +30,17 @@ class KilledInStep(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 2 and os.environ["RANK"] == "1":
             os._exit(KILLED)
+
+
+class KilledBetweenGroups(TrainerCallback):
+    """DeepSpeed steps one group of masters after the other: the second process dies in step 3, between two of them."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        def after_a_group(*_: Any) -> None:
+            if state.global_step == 2 and os.environ["RANK"] == "1":
+                os._exit(KILLED)
+
+        inner_optimizer(optimizer).register_step_post_hook(after_a_group)
 
 
 def killed_in_restore(model: Any, *arguments: Any, **options: Any) -> Any:
@@ -48,12 +60,15 @@ def killed_in_restore_of_shards(shards: Any, *arguments: Any, **options: Any) ->
 
 
 def main(engine: str, folder: Path, what: str) -> None:
+    zero = engine.startswith("zero")
     if engine == "fsdp2":
         let_accelerate_shard_on_cpus()
+    elif zero:
+        let_accelerate_run_deepspeed_on_cpus()
     if what == "restore":
         ending.restore = killed_in_restore  # type: ignore[assignment]
         ending.restore_shards = killed_in_restore_of_shards  # type: ignore[assignment]
-    callbacks = [KilledInStep()] if what == "step" else []
+    callbacks = [KilledBetweenGroups() if zero else KilledInStep()] if what == "step" else []
     resume = None
     if what == "resume":
         resume = str(max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1])))

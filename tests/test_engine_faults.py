@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import pytest
@@ -20,31 +22,39 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp2"])
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None or which("g++") is None, reason="needs deepspeed")
+ENGINES = ["ddp", "fsdp2", *(pytest.param(f"zero{stage}", marks=needs_deepspeed) for stage in (1, 2, 3))]
+
+
+def in_two_processes(engine: str, folder: Path, what: str) -> Any:
+    return distributed("tests.fault_worker", engine, str(folder), what, deepspeed=engine.startswith("zero"))
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def straight(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """The engine, and the folder of a run that nothing happens to."""
     folder = tmp_path_factory.mktemp(request.param)
-    assert distributed("tests.fault_worker", request.param, str(folder), "straight").returncode == 0
+    assert in_two_processes(request.param, folder, "straight").returncode == 0
     return request.param, folder
 
 
 @pytest.mark.parametrize(("what", "last"), [("step", 2), ("restore", 4)])
 def test_a_killed_run_resumes_to_the_same_end(what: str, last: int, straight: tuple[str, Path], tmp_path: Path) -> None:
     engine, whole = straight
-    killed = distributed("tests.fault_worker", engine, str(tmp_path), what)
+    killed = in_two_processes(engine, tmp_path, what)
     assert killed.returncode and f"exitcode  : {KILLED}" in killed.stderr
     assert not (tmp_path / "end.0.pt").exists()
     # what lies on the disk is whole, and is from before: the tuned rows, the start, the record up to the kill
     checkpoint = tmp_path / f"checkpoint-{last}"
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*"))[-1] == checkpoint.name
     tiny("lfm2").save_pretrained(tmp_path / "base")
-    if engine == "ddp":  # FSDP2 saves its shards
+    if engine not in ("fsdp2", "zero3"):  # which save their shards
         assert not verify_checkpoint(checkpoint, tmp_path / "base").ok
     assert verify_checkpoint(tmp_path / "base", tmp_path / "routeguard" / "reference.safetensors").ok
     assert read_state(tmp_path) == read_state(whole)
     assert not list(tmp_path.rglob("*.partial"))
 
-    assert distributed("tests.fault_worker", engine, str(tmp_path), "resume").returncode == 0
+    assert in_two_processes(engine, tmp_path, "resume").returncode == 0
     ends = [torch.load(folder / "end.0.pt", weights_only=False) for folder in (whole, tmp_path)]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
     before = dict(tiny("lfm2").named_parameters())
