@@ -281,10 +281,8 @@ def check_tensor_parallel(mine: Found, theirs: Found) -> None:
     assert "which tensor parallelism splits over processes" in mine["refusal"]
 
 
-ADAPTERS = {
-    f"adapters, {case}": Extra(partial(with_adapters, case=case), partial(check_adapters, case=case))
-    for case in ("lfm2", "qwen3_5_text")  # whole tensors; rows beside a gate's
-}
+MIXED = "qwen3_5_text"  # keys are whole tensors, queries rows beside a gate's
+ADAPTERS = {"adapters": Extra(partial(with_adapters, case=MIXED), partial(check_adapters, case=MIXED))}
 PREFERENCES = {
     f"DPO, {'one adapter' if switched else 'reference adapter'}, {case}": Extra(
         partial(preferences, case=case, switched=switched), partial(check_preferences, case=case)
@@ -295,10 +293,7 @@ SPLIT = {
     **ADAPTERS,
     **PREFERENCES,
     "named start": Extra(named_start, check_named_start),
-    **{
-        f"written over, {case}": Extra(partial(overwritten, case=case), partial(check_overwritten, case=case))
-        for case in ("lfm2", "qwen3_5_text")
-    },
+    "written over": Extra(partial(overwritten, case=MIXED), partial(check_overwritten, case=MIXED)),
 }
 EXTRAS: dict[str, dict[str, Extra]] = {
     "ddp": {
