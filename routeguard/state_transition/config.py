@@ -9,9 +9,17 @@ from typing import Any, Literal, get_args
 
 Gate = Literal["head", "channel", "none"]
 Features = Literal["unit", "identity"]
+ReadNorm = Literal["rms", "none"]
 AlphaRule = Literal["min", "max"]
 RunningMean = Literal["raw", "corrected"]
 SCHEMA_VERSION = 1
+_CHOICES = {
+    "gate": Gate,
+    "features": Features,
+    "read_norm": ReadNorm,
+    "alpha_rule": AlphaRule,
+    "running_mean": RunningMean,
+}
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,8 @@ class StateTransitionConfig:
             product), or there is none ("none", for ablations).
         features: of queries and keys in the linear path: each head's vector at unit length ("unit", default, ours: sums
             over long texts stay bounded whatever the base model's scale) or as it is ("identity", the paper's).
+        read_norm: what a head reads is brought to a root mean square of 1 ("rms", default, ours: sums grow with the
+            text, and a multiplier that starts at 0 could not be learned) or left as it is ("none", the paper's).
         max_alpha: the largest weight of the momentum, 0 to 1. Default 0.4 (not given by the paper); 0: no momentum.
         max_steps: |T|, with which that weight grows. Default 32 (ours).
         alpha_rule: "min" (default): `min(max_alpha, t/|T|)`, what the paper's prose says; "max": what it prints,
@@ -47,6 +57,7 @@ class StateTransitionConfig:
     adapter_scale: float = 1.0
     gate: Gate = "head"
     features: Features = "unit"
+    read_norm: ReadNorm = "rms"
     max_alpha: float = 0.4
     max_steps: int = 32
     alpha_rule: AlphaRule = "min"
@@ -70,9 +81,9 @@ class StateTransitionConfig:
                 raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
         if not 0 <= self.max_alpha <= 1:
             raise ValueError(f"max_alpha must be between 0 and 1; got {self.max_alpha}")
-        for name, choices in (("gate", Gate), ("features", Features), ("alpha_rule", AlphaRule)):
-            _check_choice(name, getattr(self, name), get_args(choices))
-        _check_choice("running_mean", self.running_mean, get_args(RunningMean))
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in get_args(choices):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}; got {getattr(self, name)!r}")
         if self.layers == ():
             raise ValueError("layers=() converts nothing; leave it out for every full-attention layer")
 
@@ -110,8 +121,3 @@ def _ids(value: Any) -> tuple[int, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(i, int) for i in value):
         raise ValueError(f"start_token_ids must be token ids; got {value!r}")
     return tuple(value)
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")

@@ -20,7 +20,7 @@ class LinearPath(nn.Module):
 
     `output projection(ĥ_SA + multiplier · gate(h) ∗ o)`, with o from `chunked_attention` or, while a text is written,
     from the cache's state. The multiplier has one value a head; at 0 the layer gives what it gave before, bit for bit.
-    No rotary embedding and no query or key norm acts on the linear path (ours).
+    Queries and keys go through the frozen layer's own norms where it has them; no rotary embedding acts on them (ours).
 
     Source: arXiv 2602.01198, merge of the two paths; the multiplier is ours.
     """
@@ -73,6 +73,8 @@ class LinearPath(nn.Module):
         else:
             query = query * projections.width**-0.5
         read = self._read(query, key, value.to(query.dtype), running)
+        if self.config.read_norm == "rms":
+            read = nn.functional.rms_norm(read, read.shape[-1:], eps=1e-6)
         read = read * self.multiplier.to(read.dtype)[:, None, None]
         read = read.transpose(1, 2)  # [rows, tokens, heads, value width]
         if self.gate is not None:
@@ -94,6 +96,13 @@ class LinearPath(nn.Module):
         return chunked_attention(query, key, value, running.plan)
 
     def _heads(self, flat: Tensor, role: str) -> Tensor:
+        """[rows, heads, tokens, width] of [rows, tokens, heads · width], normalised as the frozen layer does it."""
         heads = self.projections.num_heads if role == "query" else self.projections.num_key_heads
+        norm = self.projections.norms.get(role)
+        whole = norm is not None and next(norm.parameters()).numel() == flat.shape[-1]  # over all heads together
+        if norm is not None and whole:
+            flat = norm(flat)
         split: Tensor = flat.unflatten(-1, (heads, -1))
+        if norm is not None and not whole:
+            split = norm(split)
         return split.transpose(1, 2)

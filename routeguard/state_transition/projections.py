@@ -20,6 +20,7 @@ class Projections:
         attention: the attention module.
         sources: for "query", "key" and "value", the module that computes them and which of its output channels they are
             (None: all).
+        norms: for "query" and "key", the module that normalises them, where there is one.
         output: the module that projects the heads' outputs.
         num_heads, num_key_heads: query heads, and key and value heads.
         width, value_width: of a query or key head, of a value head.
@@ -28,6 +29,7 @@ class Projections:
     layer: int
     attention: nn.Module
     sources: dict[str, tuple[nn.Module, Rows | None]]
+    norms: dict[str, nn.Module]
     output: nn.Module
     num_heads: int
     num_key_heads: int
@@ -53,7 +55,7 @@ def find_projections(model: nn.Module, layers: tuple[int, ...] | None) -> list[P
     Raises ValueError for layers whose queries, keys and values are not heads of plain projections: latent attention,
     values shared with keys, one attention module used by several layers, keys of another layer.
     """
-    routes = find_routes(model, layers=layers, roles=ROLES, shared=True)
+    routes = find_routes(model, layers=layers, roles=ROLES, shared=True, norms=True)
     return [_of_layer(model, routes, layer) for layer in routes.layers]
 
 
@@ -81,6 +83,7 @@ def _of_layer(model: nn.Module, routes: Routes, layer: int) -> Projections:
         layer=layer,
         attention=modules[geometry.module],
         sources={role: (holders[role], by_role[role].rows) for role in ("query", "key", "value")},
+        norms=_norms(modules, routes, layer),
         output=holders["output"],
         num_heads=num_heads,
         num_key_heads=num_key_heads,
@@ -88,6 +91,17 @@ def _of_layer(model: nn.Module, routes: Routes, layer: int) -> Projections:
         value_width=value_width,
         input_width=by_role["query"].shape[1 - by_role["query"].dim],
     )
+
+
+def _norms(modules: dict[str, nn.Module], routes: Routes, layer: int) -> dict[str, nn.Module]:
+    """The query and key norms of a layer; ValueError where something else shapes its queries and keys."""
+    found: dict[str, nn.Module] = {}
+    for route in routes.select(layers=[layer], kinds=["norm"]):
+        module = modules.get(route.parameter.rpartition(".")[0])
+        if module is None or not route.parameter.endswith(".weight") or route.role in found:
+            raise _refused(layer, f"{route.parameter} shapes its queries and keys")
+        found[route.role] = module
+    return found
 
 
 def _refused(layer: int, why: str) -> ValueError:
