@@ -101,6 +101,7 @@ def _all() -> Iterator[Condition]:
         if training.replay:
             yield Condition(f"{name}+wise_ft_0.1", training, Repair(average=0.1))
             if restorable:
+                yield Condition(f"{name}+interpolate_0.5", training, Repair(Interpolate(0.5)))
                 yield Condition(f"{name}+wise_ft_0.1+restore", training, replace(QK_RESTORE, average=0.1))
 
 

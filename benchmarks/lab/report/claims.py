@@ -49,6 +49,8 @@ CLAIMS = (
     Claim("restoring Q, K, V and O beats QK-Restore", "qkvo_restore", QK),
     Claim("averaging every weight with its start (10 %) beats QK-Restore", "wise_ft_0.1", QK),
     Claim("replaying other needles (5 %) beats QK-Restore", "replay_5", QK),
+    Claim("replay and averaging beat QK-Restore", "replay_5+wise_ft_0.1", QK),
+    Claim("replay and averaging beat replay alone", "replay_5+wise_ft_0.1", "replay_5"),
     Claim("replay, then restore, beats replay alone", "replay_5+restore", "replay_5"),
     Claim("replay with Q/K frozen beats replay alone", "freeze+replay_5", "replay_5"),
 )
