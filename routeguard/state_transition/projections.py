@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from routeguard.routes.collection import ROLES, Routes, Rows
-from routeguard.routes.find import find_routes
+from routeguard.routes.find import find_in_memory
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def find_projections(model: nn.Module, layers: tuple[int, ...] | None) -> list[P
     Raises ValueError for layers whose queries, keys and values are not heads of plain projections: latent attention,
     values shared with keys, one attention module used by several layers, keys of another layer.
     """
-    routes = find_routes(model, layers=layers, roles=ROLES, shared=True, norms=True)
+    routes = find_in_memory(model, {"layers": layers, "roles": ROLES, "shared": True, "norms": True})
     return [_of_layer(model, routes, layer) for layer in routes.layers]
 
 
