@@ -37,7 +37,7 @@ def cell_table(cell: Cell) -> str:
                 f"`{name}`",
                 str(len(results)),
                 *(cell.estimate(name, cell.recall_at(length)).text() for length in cell.lengths),
-                "" if difference is None else _marked(difference.text(signed=True), difference.above_zero),
+                "" if difference is None else _marked(difference.text(signed=True), equal and difference.above_zero),
                 cell.estimate(name, new_results).text() + ("" if equal else " ↓"),
                 cell.estimate(name, lambda result: float(result["reasoning"]["far"])).text(),
                 f"{sum(drifts) / len(drifts):.2f}" if drifts else "0.00",
