@@ -63,7 +63,12 @@ def run(
             is_main = architecture.name == MAIN_ARCHITECTURE and kind.name == MAIN_DATA
             ours = sets.CONFIRMED if confirm else sets.MAIN if is_main else sets.ELSEWHERE
             chosen = find_conditions(conditions or ours)
-            experiment = Experiment(Subject(architecture, model_seed), kind, results=results or journal.RESULTS)
+            experiment = Experiment(
+                Subject(architecture, model_seed),
+                kind,
+                architecture.fine_tune_steps,
+                results=results or journal.RESULTS,
+            )
             usual = seed_sets.confirmation_seeds(is_main) if confirm else seed_sets.DEVELOPMENT_SEEDS
             work += [(experiment, todo) for todo in runs_to_do(experiment, chosen, seeds or usual)]
     print(f"{len(work)} runs to do", flush=True)

@@ -13,7 +13,6 @@ from benchmarks.lab.experiment.subject import Subject
 from benchmarks.lab.training.data import DataKind
 from benchmarks.lab.training.plan import Training
 
-STEPS = 300
 NUM_SAMPLES = 32
 NUM_CHAINS = 96
 
@@ -33,7 +32,7 @@ class Experiment:
 
     subject: Subject
     data: DataKind
-    steps: int = STEPS
+    steps: int
     num_samples: int = NUM_SAMPLES
     num_chains: int = NUM_CHAINS
     results: Path = journal.RESULTS
