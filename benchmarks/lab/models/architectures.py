@@ -53,8 +53,8 @@ class Architecture:
         build: makes the untrained model; the caller sets the seed.
         pretrain_steps: optimizer steps of pretraining.
         pretrain_rate: its learning rate.
-        fine_tune_steps, fine_tune_rate: of fine-tuning: about as many steps as plain fine-tuning takes to learn the main
-            chain, at a rate at which it still recalls something.
+        fine_tune_steps, fine_tune_rate: of fine-tuning: about as many steps as plain fine-tuning takes to learn the
+            main chain, at a rate at which it still recalls something.
         lengths: context lengths in tokens at which recall is tested; the last one is what plots and claims use.
     """
 
