@@ -66,7 +66,7 @@ def result(condition: str, seed: int, recall: float, new: float = 1.0, drift: fl
         "settings": {"lengths": [128, 512], "steps": 600, "learning_rate": 2e-3, "num_samples": 32},
         "recall": {counted: {"128": recall + 0.1, "512": recall}, other: {"128": 0.0, "512": 0.0}},
         "reasoning": {"new": new, "known": 1.0, "far": 0.5},
-        "drift": {} if condition == BEFORE else {"routing": drift},
+        "drift": {} if condition == BEFORE else {"routing": drift, "all": drift / 2 + 0.01 * seed},
         "run": {},
         "model": "abc",
         "versions": {"torch": "1", "transformers": "2", "trl": "3", "python": "4"},
@@ -154,7 +154,7 @@ def test_drift_is_paired_with_the_recall_that_its_own_run_lost() -> None:
     assert len(pairs) == 9  # none, freeze, sacrifice_3; neither repairs nor replay
     assert sorted(pairs)[:3] == [(0.0, pytest.approx(0.9 - x)) for x in (0.6, 0.5, 0.4)]
     line = plots.drift_line(cell)
-    assert line is not None and line[1] == "9" and float(line[2]) > 0.8
+    assert line is not None and line[0] == "9" and float(line[1]) > 0.8 and line[3] != line[1]
     assert plots.drift_line(only_cell([r for r in results() if r["condition"] in (BEFORE, "none")])) is None
 
 

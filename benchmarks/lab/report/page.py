@@ -106,11 +106,11 @@ def _drift(found: Sequence[Cell], output: Path) -> str:
     if not lines:
         return "No results yet."
     plots.drift_plot([cell for cell in found if plots.drift_line(cell)], output / "drift.png")
-    named = [(f"{cell.title}, {cell.purpose}", *line[1:]) for cell in found if (line := plots.drift_line(cell))]
+    named = [(f"{cell.title}, {cell.purpose}", *line) for cell in found if (line := plots.drift_line(cell))]
     return "\n".join(
         [
             "![Recall lost against drift of queries and keys](drift.png)",
             "",
-            markdown(("cell", "runs", "Pearson", "Spearman"), named),
+            markdown(("cell", "runs", "Q/K: Pearson", "Spearman", "all weights: Pearson", "Spearman"), named),
         ]
     )

@@ -96,8 +96,11 @@ def _dominates(a: Any, b: Any) -> bool:
     )
 
 
-def drift_pairs(cell: Cell) -> list[tuple[float, float]]:
-    """(Q/K drift, recall lost since before fine-tuning) of every full fine-tuning run without replay and repair."""
+def drift_pairs(cell: Cell, part: str = "routing") -> list[tuple[float, float]]:
+    """(drift, recall lost since before fine-tuning) of every full fine-tuning run without replay and repair.
+
+    `part` is whose drift: "routing" (queries and keys) or "all" weights.
+    """
     pairs = []
     for name in cell.conditions:
         condition = CONDITIONS.get(name)
@@ -106,28 +109,38 @@ def drift_pairs(cell: Cell) -> list[tuple[float, float]]:
         for seed, result in cell.results[name].items():
             before: Result | None = cell.results.get(BEFORE, {}).get(seed)
             if before is not None:
-                pairs.append((float(result["drift"]["routing"]), cell.recall(before) - cell.recall(result)))
+                pairs.append((float(result["drift"][part]), cell.recall(before) - cell.recall(result)))
     return pairs
 
 
-def drift_line(cell: Cell) -> tuple[str, str, str, str] | None:
-    """(cell, runs, Pearson, Spearman) for the table of correlations, or None with too few runs."""
-    pairs = drift_pairs(cell)
-    if len({x for x, _ in pairs}) < 3 or len({y for _, y in pairs}) < 3:
-        return None
-    x, y = zip(*pairs, strict=True)
-    return cell.title, str(len(pairs)), f"{correlation(x, y):.2f}", f"{rank_correlation(x, y):.2f}"
+def drift_line(cell: Cell) -> tuple[str, ...] | None:
+    """(runs, Pearson and Spearman for queries and keys, the same for all weights), or None with too few runs."""
+    texts: list[str] = []
+    for part in ("routing", "all"):
+        pairs = drift_pairs(cell, part)
+        if len({x for x, _ in pairs}) < 3 or len({y for _, y in pairs}) < 3:
+            return None
+        x, y = zip(*pairs, strict=True)
+        texts += [f"{correlation(x, y):.2f}", f"{rank_correlation(x, y):.2f}"]
+    return str(len(pairs)), *texts
 
 
 def drift_plot(cells: Sequence[Cell], path: Path) -> None:
     """Recall lost against drift of queries and keys, a point a run."""
-    figure, axes = new_figure(width=7, height=4.6)
+    figure, axes = new_figure(width=7, height=5)
     for cell, colour, marker in zip(cells, COLOURS, "osD^vPX*", strict=False):
         pairs = drift_pairs(cell)
-        axes.plot([x for x, _ in pairs], [y for _, y in pairs], marker, color=colour, label=cell.title, markersize=5)
+        axes.plot(
+            [x for x, _ in pairs],
+            [y for _, y in pairs],
+            marker,
+            color=colour,
+            label=f"{cell.title}, {cell.purpose}",
+            markersize=5,
+        )
     axes.axhline(0, color=GREY, linewidth=0.8)
     axes.set_xlabel("drift of queries and keys, ‖W − W₀‖ / ‖W₀‖")
     axes.set_ylabel("recall lost at the longest length")
-    axes.legend(frameon=False, fontsize=7)
+    figure.legend(frameon=False, fontsize=8, loc="outside lower center")
     tidy(axes, grid="both")
     finish(figure, path)
