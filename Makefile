@@ -49,6 +49,7 @@ lab-full: $(VENV)/ready
 	$(LAB_ENV) $(BIN)/python -m benchmarks.lab pretrain --workers $(WORKERS)
 	$(LAB_ENV) $(BIN)/python -m benchmarks.lab run --workers $(WORKERS)
 	$(LAB_ENV) $(BIN)/python -m benchmarks.lab run --confirm --workers $(WORKERS)
+	$(LAB_ENV) $(BIN)/python -m benchmarks.lab run --confirm --architecture lfm2 --data cups instruction --workers $(WORKERS)
 	$(LAB_ENV) $(BIN)/python -m benchmarks.lab report
 
 clean:
