@@ -60,6 +60,17 @@ _EXPORTS = {
     "layer_importance": "routeguard.diagnostics.importance",
     "head_importance": "routeguard.diagnostics.importance",
     "drift_report": "routeguard.diagnostics.drift_report",
+    "StateTransition": "routeguard.state_transition.convert",
+    "StateTransitionCache": "routeguard.state_transition.cache",
+    "StateTransitionConfig": "routeguard.state_transition.config",
+    "StateTransitionTrainer": "routeguard.state_transition.trainer",
+    "StepLimit": "routeguard.state_transition.step_limit",
+    "add_state_transition": "routeguard.state_transition.convert",
+    "add_step_tokens": "routeguard.state_transition.step_marks",
+    "cluster_patterns": "routeguard.state_transition.patterns",
+    "mark_steps": "routeguard.state_transition.data",
+    "segment_steps": "routeguard.state_transition.segment",
+    "transition_words": "routeguard.state_transition.entropy",
 }
 _RENAMED = {"read_recall": "read_probe_record", "verify": "verify_routes", "read_drift": "read_record"}
 
@@ -98,6 +109,16 @@ if TYPE_CHECKING:
     from routeguard.routes.find import find_routes
     from routeguard.routes.table import register_architecture
     from routeguard.routes.verify import verify_routes as verify
+    from routeguard.state_transition.cache import StateTransitionCache
+    from routeguard.state_transition.config import StateTransitionConfig
+    from routeguard.state_transition.convert import StateTransition, add_state_transition
+    from routeguard.state_transition.data import mark_steps
+    from routeguard.state_transition.entropy import transition_words
+    from routeguard.state_transition.patterns import cluster_patterns
+    from routeguard.state_transition.segment import segment_steps
+    from routeguard.state_transition.step_limit import StepLimit
+    from routeguard.state_transition.step_marks import add_step_tokens
+    from routeguard.state_transition.trainer import StateTransitionTrainer
     from routeguard.training.guard import RouteGuard
 
 

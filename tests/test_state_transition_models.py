@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from routeguard import find_routes, measure_recall, restore
+from routeguard.cli.main import app
 from routeguard.demo.model import load_model, load_tokenizer
 from routeguard.drift.meter import track
 from routeguard.state_transition.cache import StateTransitionCache
@@ -268,6 +271,12 @@ def test_saved_and_loaded(gate: str, tmp_path: Path) -> None:
     expected = whole(transition.model, TWO_TEXTS)
     transition.save_pretrained(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["state_transition.json", "state_transition.safetensors"]
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path)]).output
+    assert "linear paths in layers [3], 2 start tokens and an end; " in shown and f"gate {gate!r}" in shown
+    as_json = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path), "--json"]).output)
+    assert as_json["num_parameters"] == sum(p.numel() for _, p in transition.named_parameters())
+    refused = CliRunner().invoke(app, ["inspect", str(tmp_path), "--norms"])
+    assert refused.exit_code == 2 and "holds a state transition, no checkpoint" in refused.output + refused.stderr
     again = StateTransition.from_pretrained(build("qwen3_next"), tmp_path)
     assert torch.equal(whole(again.model, TWO_TEXTS), expected) and again.config == transition.config
     assert set(transition.openness) == (set() if gate == "none" else {3})
@@ -309,7 +318,9 @@ def test_routing_stays_where_it_was() -> None:
     restore(model, start)
     found = measure_recall(model, load_tokenizer(), tasks="demo_needles", lengths=(128,), num_samples=4)
     assert found.accuracy() == base.accuracy() == 1.0  # needle texts have no steps: the path adds nothing
-    assert "linear paths in layers [2, 5], 2 step tokens" in str(transition)
+    assert "linear paths in layers [2, 5], 2 step tokens" in str(transition) and str(transition) in str(
+        find_routes(model)
+    )
 
 
 def test_what_cannot_be_converted() -> None:

@@ -32,10 +32,21 @@ def app() -> None:
 def inspect(path: Path, layers: str | None, norms: bool, shared: bool, as_json: bool) -> None:
     """Show which rows of which tensors decide where full attention looks.
 
-    PATH is a checkpoint folder: config.json and safetensors, of which only the headers are read.
+    PATH is a checkpoint folder: config.json and safetensors, of which only the headers are read. Or a folder with a
+    saved state transition: its settings and sizes.
     """
-    from routeguard.routes.find import find_routes
+    import json
 
+    from routeguard.routes.find import find_routes
+    from routeguard.state_transition.describe import describe_saved, holds_state_transition, saved_transition
+
+    if holds_state_transition(path):
+        if layers or norms or shared:
+            raise ValueError(
+                f"{path} holds a state transition, no checkpoint: --layers, --norms and --shared do not apply"
+            )
+        click.echo(json.dumps(saved_transition(path), indent=2) if as_json else describe_saved(path))
+        return
     routes = find_routes(path, layers=parse_layers(layers), norms=norms, shared=shared)
     click.echo(routes.to_json(indent=2) if as_json else str(routes))
 

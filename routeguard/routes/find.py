@@ -83,7 +83,9 @@ def find_in_memory(model: nn.Module, options: dict[str, Any]) -> Routes:
         routes = resolve(model_config(model), model_tensors(model), **options)
     except UnknownLayoutError as unknown:
         return _find_by_probe(model, options, unknown)
-    return replace(routes, num_model_parameters=_num_parameters(model, routes.num_model_parameters))
+    transition = getattr(model, "state_transition", None)
+    notes = routes.notes if transition is None else (*routes.notes, str(transition))
+    return replace(routes, num_model_parameters=_num_parameters(model, routes.num_model_parameters), notes=notes)
 
 
 def _find_by_probe(model: nn.Module, options: dict[str, Any], unknown: UnknownLayoutError) -> Routes:

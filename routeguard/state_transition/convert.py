@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,14 +12,13 @@ from torch import nn
 
 from routeguard.state_transition.cache import StateTransitionCache
 from routeguard.state_transition.config import StateTransitionConfig
+from routeguard.state_transition.files import CONFIG_FILE, WEIGHTS_FILE, read_config
 from routeguard.state_transition.hooks import DecoderHooks, LayerHooks
 from routeguard.state_transition.path import LinearPath
 from routeguard.state_transition.projections import find_projections
 from routeguard.state_transition.running import Running
 from routeguard.state_transition.step_tokens import StepTokens
 
-CONFIG_FILE = "state_transition.json"
-WEIGHTS_FILE = "state_transition.safetensors"
 _NAME = "state_transition"  # of the path in its attention module, and of this in the model
 _TOKENS = "step_tokens"
 
@@ -153,7 +151,7 @@ class StateTransition:
         from safetensors.torch import load_file
 
         folder = Path(folder)
-        config = _read_config(folder)
+        config = read_config(folder)
         if config != self.config:
             raise ValueError(f"{folder} was written with other settings: {config}, here {self.config}")
         stored, own = load_file(folder / WEIGHTS_FILE), dict(self.named_parameters())
@@ -172,7 +170,7 @@ class StateTransition:
     @classmethod
     def from_pretrained(cls, model: Any, folder: str | Path, *, dtype: torch.dtype | None = None) -> StateTransition:
         """Convert `model` as it was when `folder` was written, with the weights of then; errors as in `load`."""
-        transition = cls(model, _read_config(Path(folder)), dtype=dtype)
+        transition = cls(model, read_config(Path(folder)), dtype=dtype)
         try:
             transition.load(folder)
         except ValueError:
@@ -210,12 +208,6 @@ def add_state_transition(
     Source: arXiv 2602.01198; what it leaves open is marked "ours" in `StateTransitionConfig` and `LinearPath`.
     """
     return StateTransition(model, config, dtype=dtype)
-
-
-def _read_config(folder: Path) -> StateTransitionConfig:
-    if not (folder / CONFIG_FILE).is_file() or not (folder / WEIGHTS_FILE).is_file():
-        raise ValueError(f"{folder} holds no state transition ({CONFIG_FILE} and {WEIGHTS_FILE})")
-    return StateTransitionConfig.from_dict(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
 
 
 def _part(model: Any, getter: str) -> nn.Module:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from trl import SFTTrainer
 
-from routeguard.state_transition.convert import CONFIG_FILE, StateTransition
+from routeguard.state_transition.convert import StateTransition
+from routeguard.state_transition.files import CONFIG_FILE
 from routeguard.state_transition.layout import STEP
 from routeguard.state_transition.losses import LOSS_TOKENS, decoder_output, step_losses
 from routeguard.state_transition.momentum import momentum_weight
@@ -75,7 +76,7 @@ class StateTransitionTrainer(SFTTrainer):  # type: ignore[misc]
             loss_tokens=self.loss_tokens,
         )
         count = losses.num_tokens if num_items_in_batch is None else num_items_in_batch
-        total = losses.next_token + self.beta * losses.distance * losses.num_tokens / max(losses.num_compared, 1)
+        total = losses.next_token + self.beta * losses.distance  # over all labels: the same however a batch is split
         loss = total / torch.as_tensor(count, device=total.device).clamp(min=1)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes
