@@ -154,6 +154,21 @@ class Dictated(LogitsProcessor):
 MARKS = ({13: START, 18: END, 19: START, 30: END, 31: OTHER, 45: END}, {15: END, 20: START, 26: OTHER, 40: END})
 
 
+@pytest.mark.slow  # it compiles
+def test_flex_attention_sees_the_same() -> None:
+    """Forward only: on a CPU it has no backward pass."""
+    model = converted("llama").model
+    mask = torch.ones_like(TWO_TEXTS)
+    mask[1, :3] = 0
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    wanted = whole(model, TWO_TEXTS, attention_mask=mask, position_ids=positions)
+    model.set_attn_implementation("flex_attention")
+    found = whole(model, TWO_TEXTS, attention_mask=mask, position_ids=positions)
+    torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()], rtol=1e-3, atol=1e-4)
+    turned, _ = in_turn(model, TWO_TEXTS, 37, mask)
+    torch.testing.assert_close(turned[mask.bool()], wanted[mask.bool()], rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["llama", "lfm2", "gemma2"])
 def test_generate_writes_what_the_whole_text_says(name: str) -> None:
     """Greedy, two rows of different length, with steps that end at different places."""
@@ -366,5 +381,5 @@ def test_what_a_converted_model_cannot_read() -> None:
     with pytest.raises(ValueError, match="padding on the left"):
         model(TWO_TEXTS[:, :1], past_key_values=cache, use_cache=True)
     model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="cannot see steps; load the model with 'sdpa' or 'eager'"):
+    with pytest.raises(ValueError, match="cannot be shown steps; there are sdpa, eager, flex_attention"):
         whole(model, TWO_TEXTS)

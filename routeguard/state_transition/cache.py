@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from routeguard.state_transition.config import StateTransitionConfig
-from routeguard.state_transition.layout import ANSWER, PADDING, PROMPT, STEP, StepLayout, step_layout, visible
+from routeguard.state_transition.layout import ANSWER, PADDING, PROMPT, STEP, StepLayout, step_layout
 from routeguard.state_transition.state import StepState
 
 
@@ -99,8 +99,8 @@ class StateTransitionCache(DynamicCache):  # type: ignore[misc]
             input_ids: [rows, tokens], a whole text at first, then one token of each row.
             attention_mask: [rows, tokens], for the text.
 
-        Returns the layout of those tokens, and what they may see among the places held and themselves, as booleans
-        [rows, 1, tokens, places]; None where that is all that the model's own mask allows.
+        Returns the layout of those tokens, and for one token a row which of the places held and itself it may see,
+        [rows, places] booleans; None for a whole text.
 
         Raises ValueError for several tokens after the first call.
         """
@@ -131,7 +131,7 @@ class StateTransitionCache(DynamicCache):  # type: ignore[misc]
         self.valid = torch.cat([self.valid, new], 1)
         column = self.kind[:, None]
         layout = StepLayout(column, torch.zeros_like(column), self.step[:, None], torch.zeros_like(column))
-        return layout, self.valid[:, None, None, :]
+        return layout, self.valid
 
     def end(self) -> None:
         """After the model has read them: finish the steps that ended, and let go of their keys and values."""
@@ -179,7 +179,7 @@ class StateTransitionCache(DynamicCache):  # type: ignore[misc]
         self.prompt = layout.kind == PROMPT
         self.valid = self.prompt | (layout.segment == last)
         self._stale = not bool(self.valid.all())
-        return layout, None if layout.single else visible(layout)
+        return layout, None
 
     def _forget(self, rows: Tensor) -> None:
         """Nothing but the prompt is to be seen any more in those rows."""

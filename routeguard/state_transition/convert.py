@@ -197,7 +197,7 @@ def add_state_transition(
     for bit.
 
     Args:
-        model: a causal language model of transformers, attention "sdpa" or "eager".
+        model: a causal language model of transformers; attention "sdpa", "eager" or "flex_attention".
         config: what marks a step, and the sizes.
         dtype: of what is trained. None (default): the base's, but fp32 for a 16-bit one.
 

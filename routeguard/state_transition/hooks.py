@@ -9,16 +9,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from routeguard.state_transition.cache import StateTransitionCache
-from routeguard.state_transition.layout import step_layout, visible
+from routeguard.state_transition.layout import step_layout
 from routeguard.state_transition.path import LinearPath
 from routeguard.state_transition.projections import Projections
-from routeguard.state_transition.running import Running
+from routeguard.state_transition.running import ATTENTION_FUNCTIONS, Running
 
 if TYPE_CHECKING:
     from routeguard.state_transition.convert import StateTransition
 
 _CACHE_NAMES = ("cache", "past_key_values")
-_MASKED = ("sdpa", "eager")  # attention functions that read a mask tensor
 
 
 class DecoderHooks:
@@ -79,12 +78,11 @@ class DecoderHooks:
             attention_mask=mask,
             position_ids=position_ids if position_ids is None or position_ids.dim() == 2 else position_ids[0],
         )
-        return Running(config, layout, None if layout.single else visible(layout))
+        return Running(config, layout)
 
     def _cached(self, input_ids: Tensor, mask: Tensor | None, cache: StateTransitionCache) -> Running:
-        goes_on = cache.started
-        layout, allowed = cache.begin(input_ids, mask)
-        return Running(self.transition.config, layout, allowed, cache, goes_on)
+        layout, places = cache.begin(input_ids, mask)
+        return Running(self.transition.config, layout, cache, places)
 
 
 class LayerHooks:
@@ -105,13 +103,14 @@ class LayerHooks:
     def mask(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         running = self.transition.running
         self.hidden, self.frozen = None, {}
-        if running is None or running.visible is None:
+        if running is None or not running.limited:
             return None
         config = getattr(attention, "config", self.transition.model.config)
         implementation = str(getattr(config, "_attn_implementation", "") or "eager")
-        if implementation not in _MASKED:
+        if implementation not in ATTENTION_FUNCTIONS:
             raise ValueError(
-                f"attn_implementation={implementation!r} cannot see steps; load the model with 'sdpa' or 'eager'"
+                f"attn_implementation={implementation!r} cannot be shown steps; there are "
+                f"{', '.join(ATTENTION_FUNCTIONS)}"
             )
         if "attention_mask" not in kwargs:
             raise ValueError(f"{type(attention).__name__} is not handed an attention_mask by name: not supported")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,3 +118,19 @@ def visible(layout: StepLayout) -> Tensor:
     real = (kind != PADDING)[:, None, :]
     itself = torch.eye(num_tokens, dtype=torch.bool, device=kind.device)
     return ((causal & same_sample & near & real) | itself)[:, None]
+
+
+def block_mask(layout: StepLayout) -> Any:
+    """The same for FlexAttention, as a BlockMask: no tokens × tokens tensor is kept."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    sample, segment = layout.sample, layout.segment
+    prompt, real = layout.kind == PROMPT, layout.kind != PADDING
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        near = (segment[row, query] == segment[row, key]) | prompt[row, key]
+        before = (key <= query) & (sample[row, query] == sample[row, key])
+        return (before & near & real[row, key]) | (key == query)
+
+    rows, tokens = layout.kind.shape
+    return create_block_mask(sees, rows, None, tokens, tokens, device=str(layout.kind.device))

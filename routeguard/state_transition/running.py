@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from routeguard.state_transition.cache import StateTransitionCache
 from routeguard.state_transition.config import StateTransitionConfig
-from routeguard.state_transition.layout import StepLayout
+from routeguard.state_transition.layout import StepLayout, block_mask, visible
 from routeguard.state_transition.linear_attention import ChunkPlan, plan_chunks
+
+ATTENTION_FUNCTIONS = ("sdpa", "eager", "flex_attention")  # those that can be shown steps
 
 
 @dataclass
@@ -21,24 +24,52 @@ class Running:
     Attributes:
         config: of the conversion.
         layout: of the tokens that are read.
-        visible: what they may see, [rows, 1, tokens, places] booleans; None: what the model's own mask allows.
         cache: where the pass writes to; None in training.
-        goes_on: it reads the next token of a text that the cache knows.
+        places: where the pass reads the next token of a text that the cache knows: which of the places held it may see,
+            [rows, places] booleans. None: it reads a whole text.
     """
 
     config: StateTransitionConfig
     layout: StepLayout
-    visible: Tensor | None
     cache: StateTransitionCache | None = None
-    goes_on: bool = False
+    places: Tensor | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        return self.places is not None
+
+    @cached_property
+    def limited(self) -> bool:
+        """Whether tokens see less than the model's own mask allows."""
+        return self.goes_on or not self.layout.single
 
     @cached_property
     def plan(self) -> ChunkPlan:
         return plan_chunks(self.layout, self.config)
 
-    def mask(self, dtype: torch.dtype, implementation: str) -> Tensor | None:
-        """`visible` in the form that an attention function reads: booleans for SDPA, what is added for eager."""
-        if self.visible is None or implementation == "sdpa":
-            return self.visible
-        added = torch.zeros(self.visible.shape, dtype=dtype, device=self.visible.device)
-        return added.masked_fill(~self.visible, torch.finfo(dtype).min)
+    def mask(self, dtype: torch.dtype, implementation: str) -> Any:
+        """What may be seen, as an attention function reads it: booleans for SDPA, what is added for eager, blocks."""
+        if implementation == "flex_attention":
+            return self._blocks
+        if implementation == "sdpa":
+            return self._visible
+        added = torch.zeros(self._visible.shape, dtype=dtype, device=self._visible.device)
+        return added.masked_fill(~self._visible, torch.finfo(dtype).min)
+
+    @cached_property
+    def _visible(self) -> Tensor:
+        return visible(self.layout) if self.places is None else self.places[:, None, None, :]
+
+    @cached_property
+    def _blocks(self) -> Any:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        if self.places is None:
+            return block_mask(self.layout)
+        places = self.places
+        rows, held = places.shape
+
+        def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return places[row, key]
+
+        return create_block_mask(sees, rows, None, 1, held, device=str(places.device))
