@@ -21,6 +21,7 @@ from benchmarks.lab.report.tables import best_table, cell_table, markdown
 def test_intervals_are_students() -> None:
     found = estimate([0.5, 0.6, 0.7])
     assert found.mean == pytest.approx(0.6) and found.half_width == pytest.approx(4.303 * 0.1 / 3**0.5)
+    assert estimate([0.4, 0.6]) == Estimate(0.5, None, 2) and not estimate([0.4, 0.6]).above_zero
     assert estimate([0.4]) == Estimate(0.4, None, 1) and not estimate([0.4]).above_zero
     assert estimate([0.1, 0.11, 0.12]).above_zero and not estimate([0.0, 0.1, 0.2]).above_zero
     assert estimate([-0.1, -0.11, -0.12]).below_zero
@@ -31,7 +32,7 @@ def test_intervals_are_students() -> None:
 
 def test_students_quantiles_are_those_of_scipy() -> None:
     stats = pytest.importorskip("scipy.stats")
-    for degrees in (1, 2, 4, 9, 15):
+    for degrees in (2, 4, 9, 15):
         values = [0.0, *([1.0] * degrees)]
         spread = (degrees / (degrees + 1) / degrees) ** 0.5
         expected = stats.t.ppf(0.975, degrees) * spread / (degrees + 1) ** 0.5

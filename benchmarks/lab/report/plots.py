@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.lab.conditions.table import BEFORE, CONDITIONS, NONE, QK
 from benchmarks.lab.experiment.journal import Result
 from benchmarks.lab.report.select import Cell, new_results
-from benchmarks.lab.report.statistics import Estimate, correlation, rank_correlation
+from benchmarks.lab.report.statistics import correlation, rank_correlation
 from routeguard.diagnostics.plots import COLOURS, GREY, finish, new_figure, tidy
 
 FAMILIES = ("repair afterwards", "held while training", "replay alone", "replay with protection", "plain remedy")
@@ -53,7 +53,7 @@ def _pareto_panel(axes: Any, cell: Cell) -> None:
     for family, colour, marker in zip(FAMILIES, COLOURS, MARKERS, strict=False):
         members = [name for name in points if family_of(name) == family and name != NONE]
         x, y = ([points[name][i].mean for name in members] for i in (0, 1))
-        errors = [_bar(points[name][1]) for name in members]
+        errors = [points[name][1].half_width or 0.0 for name in members]
         axes.errorbar(x, y, errors, fmt=marker, color=colour, label=family, markersize=5, elinewidth=0.6, alpha=0.8)
     if NONE in points:
         axes.plot(*(p.mean for p in points[NONE]), "X", color="black", markersize=9, label="no protection")
@@ -83,11 +83,6 @@ def _pareto_panel(axes: Any, cell: Cell) -> None:
     axes.set_xlim(low - 0.35 * (1.02 - low) - 0.02, 1.02)
     axes.set_ylim(-0.02, 1.04)
     tidy(axes, grid="both")
-
-
-def _bar(recall: Estimate) -> float:
-    """Half of the 95 % interval; none from two seeds, which say too little to draw."""
-    return recall.half_width or 0.0 if recall.count > 2 else 0.0
 
 
 def _dominates(a: Any, b: Any) -> bool:

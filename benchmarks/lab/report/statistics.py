@@ -18,7 +18,7 @@ class Estimate:
 
     Attributes:
         mean: the mean.
-        half_width: half of its 95 % interval (Student's t over seeds); None from a single seed.
+        half_width: half of its 95 % interval (Student's t over seeds); None from fewer than three, which say too little.
         count: number of seeds.
     """
 
@@ -46,8 +46,8 @@ def estimate(values: Sequence[float]) -> Estimate:
     """Mean and 95 % interval of values that are independent of each other. Raises ValueError for none."""
     if not values:
         raise ValueError("no values")
-    if len(values) == 1:
-        return Estimate(values[0], None, 1)
+    if len(values) < 3:
+        return Estimate(fmean(values), None, len(values))
     degrees = len(values) - 1
     quantile = _T[degrees - 1] if degrees <= len(_T) else _T_NORMAL
     return Estimate(fmean(values), quantile * stdev(values) / sqrt(len(values)), len(values))
