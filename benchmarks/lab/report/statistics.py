@@ -18,7 +18,7 @@ class Estimate:
 
     Attributes:
         mean: the mean.
-        half_width: half of its 95 % interval (Student's t over seeds); None from fewer than three, which say too little.
+        half_width: half of its 95 % interval (Student's t); None from fewer than three seeds, which say too little.
         count: number of seeds.
     """
 
