@@ -191,6 +191,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         trained("without distillation", beta=0.0)
         trained("reads not normalised", read_norm="none")
         trained("features as they are", features="identity")
+        tokenizer = load_tokenizer()
         marks = add_step_tokens(tokenizer, 1)
         trained("one pattern")
     result = {"steps": options.steps, "seed": options.seed, "rows": rows, "costs": costs}
