@@ -64,6 +64,7 @@ class TransitionWords:
         colours = [COLOURS[1]] * len(self.chosen) + [COLOURS[7]] * len(self.others)
         axes.barh(range(len(shown)), [w.entropy for w in shown], color=colours[: len(shown)])
         axes.set_yticks(range(len(shown)), [f"{w.word} ({w.count})" for w in shown], fontsize=8)
+        axes.margins(y=0.01)
         axes.invert_yaxis()
         axes.axvline(self.typical, color=COLOURS[0], linestyle="--", label="all tokens")
         axes.set_xlabel("mean entropy before the word, nats (orange: chosen)")
