@@ -37,6 +37,7 @@ bench: $(VENV)/ready
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.recall
 	$(BIN)/python -m benchmarks.scale
+	$(BIN)/python -m benchmarks.state_transition
 
 bench-gpu: $(VENV)/ready
 	$(BIN)/python -m benchmarks --device cuda

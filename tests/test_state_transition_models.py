@@ -309,6 +309,10 @@ def test_a_copy_is_its_own() -> None:
     torch.nn.init.zeros_(copied.state_transition.paths[0].multiplier)
     assert torch.equal(whole(transition.model, TWO_TEXTS), whole(copy.deepcopy(transition.model), TWO_TEXTS))
     assert not torch.equal(whole(copied, TWO_TEXTS), whole(transition.model, TWO_TEXTS))
+    plain, ours = text(20)[None], whole(transition.model, TWO_TEXTS)
+    copied.state_transition.remove()
+    assert torch.equal(whole(copied, plain), whole(build("llama"), plain))
+    assert torch.equal(whole(transition.model, TWO_TEXTS), ours)
 
 
 def test_routing_stays_where_it_was() -> None:
