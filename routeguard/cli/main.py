@@ -13,6 +13,7 @@ import click
 from routeguard.cli.checkpoints import drift, restore, undo
 from routeguard.cli.diagnose import diagnose, locality
 from routeguard.cli.recall import gate, recall
+from routeguard.cli.report import report
 from routeguard.cli.shared import FolderOrFile, clear_errors, json_option, layers_option, norms_option, parse_layers
 
 
@@ -86,7 +87,7 @@ def demo(everything: bool, seeds: int, output: Path, steps: int) -> None:
     show_demo(output, seeds=seeds, all_modes=everything, steps=steps)
 
 
-for command in (restore, drift, undo, diagnose, locality, recall, gate):
+for command in (restore, drift, undo, diagnose, locality, recall, gate, report):
     app.add_command(command)
 
 if __name__ == "__main__":
