@@ -110,7 +110,7 @@ def test_what_is_collected_is_what_the_run_left(tracked: Path) -> None:
     restored = json.loads((tracked / "routeguard/restore.json").read_text())
     assert json.loads(json.dumps(found.restore.to_dict())) == restored
     assert found.probed == read_recall(tracked / "routeguard/recall.jsonl") and sorted(found.probed) == [0, 2, 4]
-    assert list(found.states_during) == ["before, step 0", "after, step 4", "restored, step 4"]
+    assert list(found.states_during) == ["before (step 0)", "after (step 4)", "restored (step 4)"]
     assert found.training is not None and (found.training.step, found.training.max_steps) == (4, 4)
     assert found.warnings == ()
     recorded = {entry.name: entry.value for entry in found.environment}
@@ -124,9 +124,29 @@ def test_without_a_checkpoint_the_kept_start_tells_what_was_held(tracked: Path) 
         shutil.rmtree(checkpoint)
     found = collect_run(tracked)
     assert whole is not None and found.coverage is not None
+    assert found.coverage.num_layers == whole.num_layers == 6
     assert found.coverage.layers == whole.layers and found.coverage.num_rows == whole.num_rows
     assert found.coverage.share is None and "share of the model not recorded" in render_card(found)
     assert found.training is None and any("trainer_state.json" in text for text in found.absent)
+
+
+def test_a_run_with_an_adapter(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    run(
+        get_peft_model(tiny("lfm2"), lora),
+        tmp_path,
+        RouteGuard(Track(), QKRestore()),
+        save_strategy="steps",
+        save_steps=4,
+    )
+    found = collect_run(tmp_path)
+    assert found.coverage is not None and found.warnings == ()
+    names = find_routes(tiny("lfm2")).parameters
+    assert [name for layer in found.coverage.layers for name, *_ in layer.tensors] == list(names)
+    assert found.coverage.num_adapter_tensors == 4  # A and B of the queries of two layers
+    assert {entry.name for entry in found.environment if entry.value} >= {"peft"}
 
 
 def test_what_a_frozen_run_did_not_record_is_not_made_up(frozen: Path) -> None:

@@ -134,7 +134,7 @@ def _absent(
         (drift, f"Drift: no {DRIFT_FILE}, or no step in it."),
         (restore is not None or state is None or state.restore is None, f"Restore at the end: no {RESTORE_FILE}."),
         (probed, f"Recall during the run: no {RECORD_FILE} with a measurement (RouteGuard(probe=RecallProbe()))."),
-        ("before" in given and "after" in given, "Gate: needs recall before and after (`routeguard recall`)."),
+        ("before" in given and "after" in given, "Gate: recall before and after was not given."),
         (reasoning, "Reasoning scores: not given."),
         (training, "Steps and losses: no trainer_state.json in the folder or its checkpoints."),
     )  # fmt: skip

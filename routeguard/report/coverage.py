@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from routeguard.checkpoint.sidecar import route_from_json
 from routeguard.routes.collection import ROLES, Route, Routes
 from routeguard.routes.find import find_on_disk
+from routeguard.routes.names import canonical_name
 from routeguard.training.run_state import RunState
 
 
@@ -31,7 +32,8 @@ class Coverage:
         layers: one entry a layer.
         num_tensors, num_rows, num_parameters, num_bytes: in all, each tensor and row once.
         dtypes: of the held tensors.
-        model_type, num_layers, share: of the whole model, 0 to 1; None where only the kept start is there.
+        model_type, num_layers, share: of the whole model, the share 0 to 1; None where no file tells.
+        num_adapter_tensors: tensors of an adapter on them, that are guarded too.
     """
 
     source: str
@@ -44,6 +46,7 @@ class Coverage:
     model_type: str | None = None
     num_layers: int | None = None
     share: float | None = None
+    num_adapter_tensors: int = 0
 
 
 def find_coverage(state: RunState, facts: Mapping[str, Any] | None, folders: list[Path]) -> Coverage | None:
@@ -57,13 +60,9 @@ def find_coverage(state: RunState, facts: Mapping[str, Any] | None, folders: lis
     whole = _from_checkpoints(state, folders)
     if whole is not None:
         folder, routes = whole
-        return _coverage(f"{folder.name} (checkpoint)", routes, whole=True)
-    if facts is not None:
-        kept = list(dict.fromkeys(route_from_json(r) for listed in facts["routes"].values() for r in listed))
-        if kept:
-            kept = sorted(kept, key=lambda route: (route.layer, ROLES.index(route.role)))
-            return _coverage("the kept start, reference.safetensors", Routes(tuple(kept), (), "", (), 0), whole=False)
-    return None
+        found = _coverage(f"{folder.name} (checkpoint)", routes)
+        return replace(found, model_type=routes.model_type, num_layers=len(routes.layer_kinds), share=routes.share)
+    return None if facts is None else _from_kept_start(facts)
 
 
 def _from_checkpoints(state: RunState, folders: list[Path]) -> tuple[Path, Routes] | None:
@@ -76,7 +75,19 @@ def _from_checkpoints(state: RunState, folders: list[Path]) -> tuple[Path, Route
     return None
 
 
-def _coverage(source: str, routes: Routes, *, whole: bool) -> Coverage:
+def _from_kept_start(facts: Mapping[str, Any]) -> Coverage | None:
+    listed = (route_from_json(data) for routes in facts["routes"].values() for data in routes)
+    kept = {replace(route, parameter=canonical_name(route.parameter)) for route in listed}
+    if not kept:
+        return None
+    ordered = sorted(kept, key=lambda route: (route.layer, ROLES.index(route.role), route.parameter))
+    found = _coverage("the kept start, reference.safetensors", Routes(tuple(ordered), (), "", (), 0))
+    adapters = facts["rows"].keys() - {route.parameter for route in kept}
+    num_layers = len(facts["meaning"].get("layer_kinds") or ()) or None
+    return replace(found, num_layers=num_layers, num_adapter_tensors=len(adapters))
+
+
+def _coverage(source: str, routes: Routes) -> Coverage:
     by_parameter = {route.parameter: route for route in routes}
     return Coverage(
         source=source,
@@ -86,9 +97,6 @@ def _coverage(source: str, routes: Routes, *, whole: bool) -> Coverage:
         num_parameters=routes.num_parameters,
         num_bytes=routes.num_bytes,
         dtypes=tuple(sorted({route.dtype for route in routes})),
-        model_type=routes.model_type if whole else None,
-        num_layers=len(routes.layer_kinds) if whole else None,
-        share=routes.share if whole else None,
     )
 
 

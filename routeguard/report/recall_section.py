@@ -121,7 +121,11 @@ def _heatmaps(states: Mapping[str, RecallResult]) -> str:
     for task in dict.fromkeys(task for result in states.values() for task in result.tasks):
         side = [_heatmap(f"{task}, {name}", r, task) for name, r in states.items() if task in r.tasks]
         parts.append(f'<div class="side">{"".join(side)}</div>')
-    parts.append(markup.paragraph("Depth is where the value stood, from the beginning of the context.", "soft"))
+    parts.append(
+        markup.paragraph(
+            "Depth is where the value stood, from the beginning of the context; empty: none stood there.", "soft"
+        )
+    )
     return "".join(parts)
 
 

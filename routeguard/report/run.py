@@ -95,11 +95,11 @@ class RunReport:
         found = {}
         if self.probed:
             first, last = min(self.probed), max(self.probed)
-            found[f"before, step {first}"] = self.probed[first]
+            found[f"before (step {first})"] = self.probed[first]
             if last != first:
-                found[f"after, step {last}"] = self.probed[last]
+                found[f"after (step {last})"] = self.probed[last]
         for step, result in self.probed_restored.items():
-            found[f"restored, step {step}"] = result
+            found[f"restored (step {step})"] = result
         return found
 
     def to_dict(self) -> dict[str, Any]:

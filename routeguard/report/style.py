@@ -37,6 +37,7 @@ td.words, th.words { text-align: left; }
 thead th, thead th:first-child { border-bottom: 2px solid var(--rule); font-weight: 600; }
 .facts th { color: var(--soft); vertical-align: top; white-space: normal; min-width: 7rem; }
 .facts td { text-align: left; white-space: normal; overflow-wrap: anywhere; }
+.heat caption { white-space: nowrap; }
 .heat th + th { text-align: center; }
 .heat td { min-width: 4rem; text-align: center; border: 1px solid var(--page); }
 .side { display: flex; flex-wrap: wrap; gap: 0 2rem; }

@@ -69,7 +69,9 @@ def layers_held(run: RunReport) -> str:
         return NOT_RECORDED
     text = ", ".join(map(str, run.state.layers))
     found = run.coverage
-    return text if found is None or found.share is None else f"{text} of {found.num_layers} ({found.model_type})"
+    if found is not None and found.num_layers is not None:
+        text += f" of {found.num_layers}"
+    return text if found is None or found.model_type is None else f"{text} ({found.model_type})"
 
 
 def amount_held(found: Coverage | None) -> str:
@@ -77,9 +79,10 @@ def amount_held(found: Coverage | None) -> str:
     if found is None:
         return NOT_RECORDED
     share = f"share of the model {NOT_RECORDED}" if found.share is None else f"{found.share:.2%} of the model"
+    adapters = f"; with {found.num_adapter_tensors} tensors of an adapter on them" if found.num_adapter_tensors else ""
     return (
         f"{found.num_tensors} tensors, {found.num_rows:,} rows, {found.num_parameters:,} parameters, "
-        f"{format_bytes(found.num_bytes)} in {', '.join(found.dtypes)}; {share}"
+        f"{format_bytes(found.num_bytes)} in {', '.join(found.dtypes)}; {share}{adapters}"
     )
 
 
