@@ -58,9 +58,13 @@ def _pareto_panel(axes: Any, cell: Cell) -> None:
     if NONE in points:
         axes.plot(*(p.mean for p in points[NONE]), "X", color="black", markersize=9, label="no protection")
     front = [n for n in points if not any(_dominates(points[m], points[n]) for m in points)]
-    for name in {*front, NONE, QK, "freeze"} & points.keys():
+    named = sorted({*front, NONE, QK, "freeze"} & points.keys(), key=lambda name: -points[name][1].mean)
+    height = 1.0
+    for name in named:  # from the top down, each label below the one before
+        x, y = (p.mean for p in points[name])
+        height = min(y + 0.02, height - 0.035)
         axes.annotate(
-            name, tuple(p.mean for p in points[name]), xytext=(-5, 4), textcoords="offset points", ha="right",
+            name, (x, y), xytext=(x - 0.004, height), textcoords="data", ha="right",
             fontsize=7, fontweight="bold" if name in front else "normal",
         )  # fmt: skip
     if BEFORE in cell.results:
