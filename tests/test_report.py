@@ -239,7 +239,10 @@ def test_measurements_that_do_not_pair_get_no_verdict(tracked: Path) -> None:
 
 def test_the_card_says_what_was_done(tracked: Path) -> None:
     recall = {"before": result({64: [1.0] * 20}), "restored": result({64: [1.0] * 19 + [0.0]})}
-    card = render_card(collect_run(tracked, recall=recall))
+    recall["restored"].settings["model"], recall["before"].settings["model"] = "tuned", "untuned"
+    found = collect_run(tracked, recall=recall)
+    assert next(entry.value for entry in found.environment if entry.name == "base model") == "untuned"
+    card = render_card(found)
     assert card.startswith("## Trained with routing protection\n")
     assert "| Restore at the end | QK-Restore: 4 tensors in 2 layers" in card and "before the restore |" in card
     assert "| restored | 0.95 [0.76–0.99] |" in card and "| Recall gate, before and restored | passed |" in card

@@ -9,7 +9,7 @@ from typing import Any
 from routeguard.checkpoint.sidecar import SIDECAR_FILE, read_facts
 from routeguard.recall.gate import gate
 from routeguard.recall.probe_failures import Failures
-from routeguard.recall.probe_record import RECORD_FILE, recorded_settings
+from routeguard.recall.probe_record import RECORD_FILE
 from routeguard.recall.result import RecallResult
 from routeguard.report.coverage import find_coverage
 from routeguard.report.environment import find_environment
@@ -63,9 +63,6 @@ def collect_run(
     training = problems.read(states[0], read_training) if states else None
     order = [run, *checkpoints]
     coverage = None if state is None else find_coverage(state, facts, order)
-    settings: dict[str, Any] = (recorded_settings(record) or {}) if record.is_file() else {}
-    measured = next(iter(given.values()), None)
-    names = settings if settings.get("model") or measured is None else measured.settings
     if restore is not None and state is not None and state.restore is None:
         problems.found.append(f"{RESTORE_FILE} is left over from an earlier run: this one was not asked to restore")
         restore = None
@@ -82,7 +79,7 @@ def collect_run(
         verdicts=_verdicts(given, reasoning),
         reasoning=reasoning,
         training=training,
-        environment=find_environment(order, names),
+        environment=find_environment(order, given.get("before")),
         warnings=(*problems.found, *find_warnings(kept, state, drift, restore, probe.probed, probe.failures)),
         notes=_notes(facts, restore, probe.probed, given),
         absent=_absent(state, coverage, drift, restore, probe.probed, given, reasoning, training),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from routeguard.recall.result import RecallResult
 
 PACKAGES = ("routeguard", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers")
 _SPELLINGS = {"pytorch": "torch"}
@@ -23,13 +25,13 @@ class Recorded:
     source: str | None = None
 
 
-def find_environment(folders: Iterable[Path], probe_settings: Mapping[str, Any]) -> tuple[Recorded, ...]:
+def find_environment(folders: Iterable[Path], before: RecallResult | None) -> tuple[Recorded, ...]:
     """What a run recorded about the model and the packages it used.
 
     Args:
         folders: the run's folder and its checkpoints, best first; their `config.json`, `adapter_config.json` and model
             card (the list of framework versions that TRL writes) are read.
-        probe_settings: settings of a recall measurement, which may name the model.
+        before: recall measured before the training, which names the model.
     """
     found: dict[str, Recorded] = {}
 
@@ -47,7 +49,8 @@ def find_environment(folders: Iterable[Path], probe_settings: Mapping[str, Any])
         note("peft", adapter.get("peft_version"), f"{where}/adapter_config.json")
         for name, version in _card_versions(folder / "README.md").items():
             note(name, version, f"{where}/README.md")
-    note("base model", probe_settings.get("model"), "recall settings")
+    if before is not None:
+        note("base model", before.settings.get("model"), "recall before")
     names = ("base model", "model type", "dtype", *PACKAGES)
     return tuple(found.get(name, Recorded(name, None)) for name in names)
 

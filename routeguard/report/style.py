@@ -56,6 +56,7 @@ footer { margin-top: 2.5rem; color: var(--soft); font-size: .85rem; }
 """
 
 _PRINT = """
+@page { margin: 15mm; }
 @media print { :root { --page: #fff; --text: #000; --soft: #444; --rule: #bbb; --card: #fff; --good: #116329;
   --bad: #a40e26; --careful: #fff; color-scheme: light; } body { max-width: none; padding: 0; font-size: 10.5pt; }
   .wide { overflow: visible; } figure, tr { break-inside: avoid; } h2, h3, caption { break-after: avoid; }

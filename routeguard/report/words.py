@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 NOT_RECORDED = "not recorded"
 _PROTECTIONS = {
-    "freeze": "freeze: queries and keys kept their bits",
+    "freeze": "freeze: queries and keys did not train",
     "low_lr": "low_lr: queries and keys learned at {scale:g} x the learning rate",
     "anchor": "anchor: queries and keys were pulled to their start with strength {strength:g}",
     "track": "track: queries and keys trained freely, their drift was measured",
