@@ -282,11 +282,14 @@ def test_bad_input_is_refused(arguments: list[str], message: str, frozen: Path, 
         collect_run(frozen, recall={"later": result({64: [1.0]})})
 
 
-def test_many_layers_are_drawn_as_mean_and_largest(tracked: Path) -> None:
+def test_many_layers_are_drawn_as_mean_and_largest_and_heads_as_shades(tracked: Path) -> None:
     lines = (tracked / "routeguard/drift.jsonl").read_text().splitlines()
     drift = {str(layer): {"query": 0.1 * layer, "key": 0.01 * layer} for layer in range(20)}
-    (tracked / "routeguard/drift.jsonl").write_text("\n".join([lines[0], json.dumps({"step": 4, "drift": drift})]))
-    page = Page(render_page(collect_run(tracked)))
+    step = {"step": 4, "drift": drift, "routing": {"3": [0.25, 0.5], "7": [0.75]}}
+    (tracked / "routeguard/drift.jsonl").write_text("\n".join([lines[0], json.dumps(step)]))
+    source = render_page(collect_run(tracked))
+    page = Page(source)
+    assert 'class="shade10">0.75<' in source and 'class="shade3">0.25<' in source and "head 1" in page.words
     assert "query, largest layer" in page.words and "layer 3 query" not in page.words
     assert page.words.count("1.9") == 1  # each layer is in the table
 
