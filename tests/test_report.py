@@ -213,8 +213,13 @@ def test_what_does_not_fit_together_is_warned_about(tracked: Path, frozen: Path,
     assert "recall.1.jsonl" in collect_run(tracked).warnings[-1]
     copy = Path(shutil.copytree(frozen, tmp_path / "frozen"))
     (copy / "routeguard/restore.json").write_text(json.dumps(restore))
+    shutil.copy(kept / "reference.safetensors", copy / "routeguard")
     leftover = collect_run(copy)
-    assert leftover.restore is None and "left over from an earlier run" in leftover.warnings[0]
+    assert leftover.restore is None and leftover.coverage is None
+    assert [text.split()[0] for text in leftover.warnings if "left over from an earlier run" in text] == [
+        "reference.safetensors",
+        "restore.json",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,9 @@ def collect_run(
     states = [path for place in (*checkpoints, run) if (path := place / "trainer_state.json").is_file()]
     training = problems.read(states[0], read_training) if states else None
     order = [run, *checkpoints]
+    if facts is not None and state is not None and facts["digest"] != state.reference_digest:
+        problems.found.append(f"{SIDECAR_FILE} is left over from an earlier run: it is not the start of this one")
+        facts = None
     coverage = None if state is None else find_coverage(state, facts, order)
     if restore is not None and state is not None and state.restore is None:
         problems.found.append(f"{RESTORE_FILE} is left over from an earlier run: this one was not asked to restore")
