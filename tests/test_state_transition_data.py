@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from routeguard.state_transition.convert import add_state_transition
@@ -237,3 +237,28 @@ def test_datasets_that_cannot_be_marked() -> None:
     other = Patterns(np.eye(3, 32, dtype=np.float32), np.zeros(0, dtype=np.int64))
     with pytest.raises(ValueError, match="3 patterns do not fit 2 start tokens"):
         mark_steps(rows(), tokenizer, several, model=tiny_llama(tokenizer), patterns=other)
+
+
+def test_marks_leave_the_tokens_of_the_text_alone() -> None:
+    """Blanks open the next step, as the tokens of the plain text do."""
+    tokenizer = fresh_tokenizer()
+    plain = tokenizer(TRACE).input_ids
+    marks = add_step_tokens(tokenizer)
+    data = Dataset.from_dict({"completion": [TRACE]})
+    marked = mark_steps(data, tokenizer, marks, words=["wait", "so", "check", "it"], min_words=1)
+    ids = tokenizer(marked.dataset["completion"][0]).input_ids
+    own = (*marks.start_token_ids, marks.end_token_id)
+    assert marked.trace_steps[0] == 7 and [token for token in ids if token not in own] == plain
+
+
+def test_rows_that_are_no_texts() -> None:
+    tokenizer = fresh_tokenizer()
+    marks = add_step_tokens(tokenizer)
+    chat = Dataset.from_dict({"completion": [[{"role": "assistant", "content": "a"}]]})
+    with pytest.raises(ValueError, match="row 0 holds a list where a text is expected; apply the chat template"):
+        mark_steps(chat, tokenizer, marks)
+    with pytest.raises(ValueError, match=r"DatasetDict; choose one of its splits \['train'\]"):
+        mark_steps(DatasetDict({"train": rows()}), tokenizer, marks)
+    asked = Dataset.from_dict({"prompt": ["<|step_0|>?"], "completion": [TRACE]})
+    with pytest.raises(ValueError, match="row 0 holds the step tokens"):
+        mark_steps(asked, tokenizer, marks)

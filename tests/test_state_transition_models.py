@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StaticCache
 
 from routeguard import find_routes, measure_recall, restore
 from routeguard.cli.main import app
@@ -387,3 +388,70 @@ def test_what_a_converted_model_cannot_read() -> None:
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="cannot be shown steps; there are sdpa, eager, flex_attention"):
         whole(model, TWO_TEXTS)
+
+
+def test_another_pass_before_the_backward_one_changes_no_gradient() -> None:
+    """With gradient checkpointing a layer is computed again later, and has to meet its own pass."""
+    other = text(6, "(", 9, ")", "[", 7, ")", "(", 7, ")", 5, seed=5)[None]
+
+    def gradients(*, checkpointing: bool, between: bool) -> dict[str, Tensor]:
+        transition = converted("llama", seed=3)
+        model = transition.model.train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        loss = model(TWO_TEXTS[:1], use_cache=False).logits.square().mean()
+        if between:
+            with torch.no_grad():
+                model(other, use_cache=False)
+        loss.backward()
+        return {name: p.grad for name, p in transition.named_parameters() if p.grad is not None}
+
+    torch.manual_seed(0)
+    plain = gradients(checkpointing=False, between=False)
+    for between in (False, True):
+        torch.manual_seed(0)
+        torch.testing.assert_close(gradients(checkpointing=True, between=between), plain, rtol=1e-4, atol=1e-7)
+
+
+def test_a_given_empty_cache_becomes_ours() -> None:
+    model = converted("llama").model
+    cache = DynamicCache(config=model.config)
+    logits = []
+    with torch.no_grad():
+        for piece in (slice(0, 22), *(slice(i, i + 1) for i in range(22, 40))):
+            logits.append(model(TWO_TEXTS[:, piece], past_key_values=cache, use_cache=True).logits)
+    torch.testing.assert_close(torch.cat(logits, 1), whole(model, TWO_TEXTS), rtol=1e-3, atol=2e-4)
+    assert isinstance(cache, StateTransitionCache) and model.state_transition.running.cache is None
+    static = StaticCache(config=model.config, max_cache_len=64)
+    with pytest.raises(ValueError, match="cannot use a StaticCache"):
+        model(TWO_TEXTS, past_key_values=static, use_cache=True)
+
+
+def test_what_would_go_wrong_without_a_word_is_refused() -> None:
+    transition = converted("llama")
+    model = transition.model.train()
+    model.model(TWO_TEXTS, use_cache=False).last_hidden_state.sum().backward()  # a loss past the output layer
+    with pytest.raises(ValueError, match=r"step tokens were not trained .* use StateTransitionTrainer"):
+        model(TWO_TEXTS, use_cache=False)
+    model(TWO_TEXTS, use_cache=False)
+    model.resize_token_embeddings(110)
+    with pytest.raises(ValueError, match="output layer was replaced after the conversion"):
+        model(TWO_TEXTS, use_cache=False)
+    again = converted("llama")
+    again.remove()
+    with pytest.raises(ValueError, match="was removed already"):
+        again.remove()
+    adapted = get_peft_model(build("llama"), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match="has PEFT adapters; merge them first"):
+        add_state_transition(adapted, config())
+
+
+@pytest.mark.parametrize("name", ["bloom", "minimax"])
+def test_a_conversion_that_cannot_run_is_undone(name: str) -> None:
+    model = build(name)
+    names, plain = set(model.state_dict()), text(20)[None]
+    base = whole(model, plain)
+    with pytest.raises(ValueError, match="could not read a text with steps after the conversion, which was undone"):
+        add_state_transition(model, config())
+    assert set(model.state_dict()) == names and torch.equal(whole(model, plain), base)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

@@ -204,3 +204,9 @@ def test_settings_survive_json() -> None:
         StateTransitionConfig.from_dict({"schema_version": 7})
     with pytest.raises(ValueError, match=r"unknown state-transition settings .'ranks'"):
         StateTransitionConfig.from_dict({**json.loads(settings.to_json()), "ranks": 3})
+
+
+def test_short_steps_do_not_pay_for_long_chunks() -> None:
+    layout = layout_of(text(4, "(", 3, ")", "(", 2, ")", "(", 1, ")"))
+    assert plan_chunks(layout, config(chunk_tokens=64)).places.shape == (1, 3, 5)
+    assert plan_chunks(layout, config(chunk_tokens=2)).places.shape[2] == 2

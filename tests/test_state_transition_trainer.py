@@ -235,7 +235,13 @@ def test_what_the_trainer_refuses(tmp_path: Path) -> None:
         ({"loss_tokens": 0}, "loss_tokens at least 1"),
         ({"peft_config": LoraConfig()}, r"leave out \['peft_config'\]"),
         ({"compute_loss_func": print}, r"leave out \['compute_loss_func'\]"),
-        ({"args": sft_arguments(tmp_path, label_smoothing_factor=0.1)}, "takes no label smoothing"),
+        ({"compute_metrics": print}, r"leave out \['compute_metrics'\]"),
+        ({"args": sft_arguments(tmp_path, label_smoothing_factor=0.1)}, "does not support label_smoothing_factor=0.1"),
+        ({"args": sft_arguments(tmp_path, loss_type="dft")}, "does not support loss_type='dft'"),
+        (
+            {"args": sft_arguments(tmp_path, packing=True, packing_strategy="wrapped", max_length=64)},
+            "does not support packing_strategy='wrapped'",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             StateTransitionTrainer(
@@ -255,3 +261,18 @@ def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
             torch.testing.assert_close(first[key], value, rtol=1e-4, atol=1e-6)
     saved = StateTransition.from_pretrained(build("llama"), tmp_path / "plain-saved")
     assert all(torch.equal(value, torch.load(tmp_path / "plain.0.pt")[key]) for key, value in weights(saved).items())
+
+
+def test_rows_cut_in_a_step_are_warned_about(tmp_path: Path) -> None:
+    cut = Dataset.from_dict({"input_ids": [text(4, "(", 7).tolist(), text(4, "(", 3, ")", 3).tolist()] * 4})
+    cut = cut.add_column("labels", cut["input_ids"])
+    model = converted("llama").model
+    with pytest.warns(UserWarning, match="4 of the first 8 rows are cut at max_length=12 in the middle of a step"):
+        StateTransitionTrainer(
+            model, args=sft_arguments(tmp_path, max_length=12), train_dataset=cut, processing_class=tokenizer()
+        )
+
+
+def test_paths_are_watched_while_they_train_only(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, max_steps=1)
+    assert not any(path.watched for path in trainer.transition.paths.values())

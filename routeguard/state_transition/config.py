@@ -109,9 +109,6 @@ class StateTransitionConfig:
             raise ValueError(
                 f"unknown state-transition settings {unknown}; there are {sorted(cls.__dataclass_fields__)}"
             )
-        values["start_token_ids"] = tuple(values["start_token_ids"])
-        if values.get("layers") is not None:
-            values["layers"] = tuple(values["layers"])
         return cls(**values)
 
 

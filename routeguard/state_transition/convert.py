@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from routeguard.recall.quiet import undisturbed
 from routeguard.state_transition.cache import StateTransitionCache
 from routeguard.state_transition.config import StateTransitionConfig
 from routeguard.state_transition.files import CONFIG_FILE, WEIGHTS_FILE, read_config
@@ -34,8 +36,10 @@ class StateTransition:
     """
 
     def __init__(self, model: Any, config: StateTransitionConfig, *, dtype: torch.dtype | None = None) -> None:
-        if getattr(model, _NAME, None) is not None:
+        if any(isinstance(module, LinearPath) for module in model.modules()):
             raise ValueError("this model has state transition already; remove() it first")
+        if any(hasattr(module, "base_layer") and hasattr(module, "merge") for module in model.modules()):
+            raise ValueError("this model has PEFT adapters; merge them first (merge_and_unload), then convert it")
         head, embedding = _part(model, "get_output_embeddings"), _part(model, "get_input_embeddings")
         decoder = _part(model, "get_decoder")
         if decoder is model:
@@ -45,7 +49,7 @@ class StateTransition:
         self.base_dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         if dtype is None:
             dtype = self.base_dtype if self.base_dtype.itemsize >= 4 else torch.float32
-        self.model, self.config, self.decoder = model, config, decoder
+        self.model, self.config, self.decoder, self.head = model, config, decoder, head
         self.layers = tuple(p.layer for p in projections)
         self.enabled = True
         self.running: Running | None = None
@@ -111,6 +115,17 @@ class StateTransition:
             self.tokens.enabled = before
 
     @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, each path notes the norm of the states that it reads (`state_norm`)."""
+        for path in self.paths.values():
+            path.watched = True
+        try:
+            yield
+        finally:
+            for path in self.paths.values():
+                path.watched = False
+
+    @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, passes leave the layers alone, and what is known of the pass before stays; step tokens are known."""
         before = self.enabled, self.running
@@ -122,6 +137,8 @@ class StateTransition:
 
     def remove(self) -> Any:
         """Give the base model back: paths, tokens and hooks are gone, weights train again where they did."""
+        if getattr(self.model, _NAME, None) is not self:
+            raise ValueError("this state transition was removed already")
         for handle in self._handles:
             handle.remove()
         for module, name in self._attached:
@@ -152,7 +169,7 @@ class StateTransition:
 
         folder = Path(folder)
         config = read_config(folder)
-        if config != self.config:
+        if replace(config, chunk_tokens=self.config.chunk_tokens) != self.config:
             raise ValueError(f"{folder} was written with other settings: {config}, here {self.config}")
         stored, own = load_file(folder / WEIGHTS_FILE), dict(self.named_parameters())
         shapes = {name: tuple(weight.shape) for name, weight in stored.items()}
@@ -207,7 +224,32 @@ def add_state_transition(
 
     Source: arXiv 2602.01198; what it leaves open is marked "ours" in `StateTransitionConfig` and `LinearPath`.
     """
-    return StateTransition(model, config, dtype=dtype)
+    transition = StateTransition(model, config, dtype=dtype)
+    try:
+        _try_out(transition)
+    except Exception as error:
+        transition.remove()
+        raise ValueError(
+            f"{type(model).__name__} could not read a text with steps after the conversion, which was undone: {error}"
+        ) from error
+    return transition
+
+
+@torch.no_grad()
+def _try_out(transition: StateTransition) -> None:
+    """Read two steps at once, and the same up to the end of a step and one token more, as generation does."""
+    model, config = transition.model, transition.config
+    device = transition.tokens.outputs.device
+    if device.type == "meta":
+        return
+    start, end = config.start_token_ids[0], config.end_token_id
+    text = torch.tensor([[3, 4, start, 5, 6, end, start, 7, end]], device=device)
+    with undisturbed(model):
+        model(input_ids=text, use_cache=False)
+        cache = transition.new_cache()
+        model(input_ids=text[:, :6], past_key_values=cache, use_cache=True)
+        model(input_ids=text[:, 6:7], past_key_values=cache, use_cache=True)
+    transition.running = None
 
 
 def _part(model: Any, getter: str) -> nn.Module:

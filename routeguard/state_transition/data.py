@@ -101,13 +101,19 @@ def mark_steps(
     Raises ValueError for a missing column, a trace without words (the row is named), steps that are too long, step
     tokens that stand in a text already, and several start tokens without a model.
     """
-    names = list(dataset.column_names or [])
+    names = dataset.column_names
+    if isinstance(names, dict):
+        raise ValueError(f"this is a DatasetDict; choose one of its splits {list(names)}")
+    names = list(names or [])
     if column not in names:
         raise ValueError(f"the dataset has no column {column!r}; there are {names}")
     several = len(marks.starts) > 1
     if several and model is None:
         raise ValueError(f"{len(marks.starts)} start tokens need a model that embeds the steps: model=")
     words = tuple(words)
+    checked = [dataset[name] for name in ("prompt", column) if name in names]
+    for row, both in enumerate(zip(*checked, strict=True)):
+        _check_texts(both, marks, row)
     cut = [_cut(text, answer_after, words, min_words, max_words, row) for row, text in enumerate(dataset[column])]
     if not cut:
         raise ValueError("the dataset has no rows")
@@ -129,8 +135,19 @@ def mark_steps(
         labels = patterns.of(embeddings)
     wrapped = iter(marks.wrap(step, int(label)) for step, label in zip(steps, labels, strict=True))
     texts = ["".join(next(wrapped) for _ in of_row) + answer for of_row, answer in cut]
-    rewritten = dataset.remove_columns([column]).add_column(column, texts).select_columns(names)
+    rewritten = dataset.map(lambda _, row: {column: texts[row]}, with_indices=True)
     return MarkedSteps(rewritten, patterns if several else None, lengths, counts, tuple(cut[0][0]))
+
+
+def _check_texts(texts: tuple[Any, ...], marks: StepMarks, row: int) -> None:
+    for text in texts:
+        if not isinstance(text, str):
+            raise ValueError(
+                f"row {row} holds a {type(text).__name__} where a text is expected; apply the chat template first"
+            )
+        inside = [mark for mark in (*marks.starts, marks.end) if mark in text]
+        if inside:
+            raise ValueError(f"row {row} holds the step tokens {inside} already: {text[:60]!r}")
 
 
 def _cut(

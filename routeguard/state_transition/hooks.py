@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers import DynamicCache
 
 from routeguard.state_transition.cache import StateTransitionCache
 from routeguard.state_transition.layout import step_layout
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from routeguard.state_transition.convert import StateTransition
 
 _CACHE_NAMES = ("cache", "past_key_values")
+_PASS = "state_transition_pass"  # travels with the layers' arguments, so that recomputation meets its own pass
 
 
 class DecoderHooks:
@@ -27,6 +30,8 @@ class DecoderHooks:
         self.transition = transition
         parameters = inspect.signature(decoder.forward).parameters
         self.names = list(parameters)
+        self.hands_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        self.trained = False  # the pass before was one of training
         self.handles = [
             decoder.register_forward_pre_hook(self.before, with_kwargs=True),
             decoder.register_forward_hook(self.after),
@@ -37,37 +42,69 @@ class DecoderHooks:
         transition.running = None
         if not transition.enabled:
             return None
+        self._check_head()
         kwargs = {**dict(zip(self.names, args, strict=False)), **kwargs}
         input_ids = kwargs.get("input_ids")
         if input_ids is None:
             raise ValueError("a model with state transition reads input_ids: steps are found by their tokens")
+        name = next((name for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
+        cache = None if name is None else kwargs[name]
+        if cache is not None and not isinstance(cache, StateTransitionCache) and type(cache) is not DynamicCache:
+            raise ValueError(
+                f"a model with state transition cannot use a {type(cache).__name__}; give no cache, or an empty one of "
+                "model.state_transition.new_cache()"
+            )
         mask = kwargs.get("attention_mask")
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
             raise ValueError("a model with state transition takes an attention_mask of [rows, tokens], or none")
-        name = next((name for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
-        cache = None if name is None else kwargs[name]
         uses = kwargs.get("use_cache")
         uses = cache is not None or (transition.uses_cache if uses is None else bool(uses))
         if not uses:
             transition.running = self._whole(input_ids, mask, kwargs.get("position_ids"))
-            return (), kwargs
+            return (), self._with_pass(kwargs)
         if not isinstance(cache, StateTransitionCache):
             if cache is not None and cache.get_seq_length() > 0:
                 raise ValueError(
                     f"the {type(cache).__name__} given holds tokens already; a model with state transition begins with "
                     "an empty cache, or goes on with its own StateTransitionCache"
                 )
-            cache = transition.new_cache()
-            kwargs[name or next(n for n in _CACHE_NAMES if n in self.names)] = cache
+            if cache is None:
+                cache = transition.new_cache()
+                kwargs[next(n for n in _CACHE_NAMES if n in self.names)] = cache
+            else:  # the caller holds on to it, so it has to become what we need
+                cache.__class__ = StateTransitionCache
+                cache.__init__(transition.model.config, transition.config, transition.layers)
         transition.running = self._cached(input_ids, mask, cache)
         if transition.running.goes_on and transition.covers_all_attention:
             kwargs["attention_mask"] = None  # every layer gets ours
-        return (), kwargs
+        return (), self._with_pass(kwargs)
 
     def after(self, decoder: nn.Module, args: Any, output: Any) -> None:
         running = self.transition.running
         if running is not None and running.cache is not None:
             running.cache.end()
+            running.cache = None
+
+    def _with_pass(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {**kwargs, _PASS: self.transition.running} if self.hands_on else kwargs
+
+    def _check_head(self) -> None:
+        """Refuse what would go wrong without a word: another output layer, or a loss that never asks it."""
+        transition = self.transition
+        if transition.model.get_output_embeddings() is not transition.head:
+            raise ValueError(
+                "the model's output layer was replaced after the conversion (resize_token_embeddings?): resize before "
+                "add_state_transition"
+            )
+        missed = self.trained and not transition.tokens.asked
+        self.trained = transition.model.training and torch.is_grad_enabled()
+        transition.tokens.asked = False
+        if missed:
+            self.trained = False
+            raise ValueError(
+                "the last training pass computed its loss past the output layer, so step tokens were not trained "
+                "(SFTTrainer's fused head does that); use StateTransitionTrainer"
+            )
 
     def _whole(self, input_ids: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> Running:
         config = self.transition.config
@@ -91,6 +128,7 @@ class LayerHooks:
     def __init__(self, transition: StateTransition, projections: Projections, path: LinearPath) -> None:
         self.transition, self.path = transition, path
         self.sources = projections.sources
+        self.running: Running | None = None
         self.hidden: Tensor | None = None
         self.frozen: dict[str, Tensor] = {}
         self.handles: list[RemovableHandle] = [
@@ -101,10 +139,11 @@ class LayerHooks:
             self.handles.append(module.register_forward_hook(self.note))
 
     def mask(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        running = self.transition.running
+        handed = kwargs.pop(_PASS, None)
+        self.running = running = handed or self.transition.running
         self.hidden, self.frozen = None, {}
         if running is None or not running.limited:
-            return None
+            return args, kwargs
         config = getattr(attention, "config", self.transition.model.config)
         implementation = str(getattr(config, "_attn_implementation", "") or "eager")
         if implementation not in ATTENTION_FUNCTIONS:
@@ -117,7 +156,7 @@ class LayerHooks:
         return args, {**kwargs, "attention_mask": running.mask(self.transition.base_dtype, implementation)}
 
     def note(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        if self.transition.running is None:
+        if self.running is None:
             return
         for role, (source, rows) in self.sources.items():
             if source is module:
@@ -125,8 +164,8 @@ class LayerHooks:
                 self.hidden = args[0]
 
     def add(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        running, hidden, frozen = self.transition.running, self.hidden, self.frozen
-        self.hidden, self.frozen = None, {}
+        running, hidden, frozen = self.running, self.hidden, self.frozen
+        self.running, self.hidden, self.frozen = None, None, {}
         if running is None:
             return None
         if hidden is None or hidden.shape[:2] != running.layout.kind.shape:

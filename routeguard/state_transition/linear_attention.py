@@ -30,9 +30,12 @@ class ChunkPlan:
 
 def plan_chunks(layout: StepLayout, config: StateTransitionConfig) -> ChunkPlan:
     """Cut the steps and answers of each row into chunks and work out the state before each. Derived."""
-    rows = [_chunks(row, config.chunk_tokens) for row in stretches(layout)]
+    found = list(stretches(layout))
+    longest = max((s.stop - s.start for row in found for s in row if s.kind in (STEP, ANSWER)), default=1)
+    chunk_tokens = min(config.chunk_tokens, longest)
+    rows = [_chunks(row, chunk_tokens) for row in found]
     most = max((len(chunks) for chunks in rows), default=0)
-    places = torch.full((len(rows), most, config.chunk_tokens), -1, dtype=torch.long)
+    places = torch.full((len(rows), most, chunk_tokens), -1, dtype=torch.long)
     mixing = torch.zeros(len(rows), most, most, dtype=torch.float64)
     within = torch.zeros(len(rows), most, dtype=torch.bool)
     coefficients = state_coefficients(

@@ -86,4 +86,12 @@ def segment_steps(
             cuts.append(sentence.start)
             held = 0
         held += size
+    cuts = [0] + [_before_blanks(trace, cut) for cut in cuts[1:]]
     return [trace[start:stop] for start, stop in zip(cuts, [*cuts[1:], len(trace)], strict=True)]
+
+
+def _before_blanks(text: str, place: int) -> int:
+    """Blanks open the step that follows them: most tokenizers hold a blank and the word after it in one token."""
+    while place and text[place - 1] in " \t":
+        place -= 1
+    return place

@@ -39,6 +39,7 @@ class StepTokens(nn.Module):
             )
         self.register_buffer("token_ids", torch.tensor(token_ids, device=out_rows.device), persistent=False)
         self.enabled = True
+        self.asked = False  # the output layer was asked since the pass began
         self._asked: Tensor | None = None
         few = torch.arange(0, in_rows.shape[0], max(1, in_rows.shape[0] // _SAMPLED), device=in_rows.device)
         with torch.no_grad():
@@ -72,6 +73,7 @@ class StepTokens(nn.Module):
         """Add the step tokens' logits to the base model's, whose columns stay as they are."""
         if not self.enabled:
             return None
+        self.asked = True
         own = (args[0].to(self.outputs.dtype) @ self.outputs.T).to(output.dtype)
         beyond = self.size - output.shape[-1]
         if beyond > 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from routeguard.state_transition.layout import STEP
 from routeguard.state_transition.losses import LOSS_TOKENS, decoder_output, step_losses
 from routeguard.state_transition.momentum import momentum_weight
 
+_REFUSED = ("peft_config", "compute_loss_func", "compute_metrics")
+
 
 class StateTransitionTrainer(SFTTrainer):  # type: ignore[misc]
     """Train the linear paths and step tokens of a converted model with `L = L_AR + β·KL(P_base ‖ P)`.
@@ -21,17 +24,19 @@ class StateTransitionTrainer(SFTTrainer):  # type: ignore[misc]
     Everything else is `SFTTrainer`: data, packing, masks on the answer, gradient checkpointing, bf16, DDP. Checkpoints
     and `save_model` write the paths alone (`StateTransition.from_pretrained`), and runs resume from them.
 
-    Logged beside the loss, for every log line: `step/next_token_loss` and `step/distance` (nats a token), `step/gate`
-    (mean openness), `step/state_norm` (mean norm of the states that are read), `step/steps` (a sample) and `step/alpha`
-    (momentum weight of the last step).
+    Logged beside the loss (TRL's entropy and token accuracy are not), for every log line: `step/next_token_loss` and
+    `step/distance` (nats a token), `step/gate` (mean openness), `step/state_norm` (mean norm of the states that are
+    read), `step/steps` (a sample) and `step/alpha` (momentum weight of the last step).
 
     Args:
         model: converted by `add_state_transition`.
         beta: β, 0 or more; 0 asks no teacher. Default 0.5 (ours: the paper gives none).
         loss_tokens: positions whose logits are held at a time, default 256.
-        kwargs: as `SFTTrainer` takes them; not `peft_config`, `compute_loss_func` or a label smoother.
+        kwargs: as `SFTTrainer` takes them; not `peft_config`, `compute_loss_func` or `compute_metrics`, and no args
+            with label smoothing, another loss type, Liger kernels or "wrapped" packing. Rows that `max_length` cuts
+            inside a step are warned about.
 
-    Raises ValueError for a model without state transition, and under FSDP or DeepSpeed.
+    Raises ValueError for those, for a model without state transition, and under FSDP or DeepSpeed.
 
     Source: arXiv 2602.01198.
     """
@@ -42,28 +47,26 @@ class StateTransitionTrainer(SFTTrainer):  # type: ignore[misc]
             raise ValueError("the model has no state transition; convert it first: add_state_transition(model, config)")
         if beta < 0 or loss_tokens < 1:
             raise ValueError(f"beta must not be negative, loss_tokens at least 1; got {beta} and {loss_tokens}")
-        refused = [name for name in ("peft_config", "compute_loss_func") if kwargs.get(name) is not None]
+        refused = [name for name in _REFUSED if kwargs.get(name) is not None]
         if refused:
             raise ValueError(f"StateTransitionTrainer has adapters and a loss of its own; leave out {refused}")
+        _refuse_settings(kwargs.get("args"))
         self.transition = transition
         self.beta = beta
         self.loss_tokens = loss_tokens
         super().__init__(model, **kwargs)
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ValueError("StateTransitionTrainer runs on one device or under DDP, not under FSDP or DeepSpeed")
-        if self.args.label_smoothing_factor:
-            raise ValueError("StateTransitionTrainer takes no label smoothing")
+        self._warn_of_cut_rows()
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         transition = self.transition
-        labels = inputs.pop("labels")
-        inputs = {**inputs, "use_cache": False, "logits_to_keep": 1}
-        for path in transition.paths.values():
-            path.watched = True
-        with decoder_output(transition) as found:
-            outputs = model(**inputs)
+        labels = inputs["labels"]
+        inputs = {name: value for name, value in inputs.items() if name != "labels"}
+        with transition.watched(), decoder_output(transition) as found:
+            outputs = model(**{**inputs, "use_cache": False, "logits_to_keep": 1})
         running = transition.running
         assert running is not None
         losses = step_losses(
@@ -82,6 +85,22 @@ class StateTransitionTrainer(SFTTrainer):  # type: ignore[misc]
             loss = loss * self.accelerator.num_processes
         self._note(losses)
         return (loss, outputs) if return_outputs else loss
+
+    def _warn_of_cut_rows(self) -> None:
+        """Say how many rows `max_length` cut in the middle of a step: their answers, and the steps after, are gone."""
+        limit, data = self.args.max_length, self.train_dataset
+        if not limit or not hasattr(data, "__getitem__") or "input_ids" not in (data.column_names or []):
+            return
+        rows = [data[i]["input_ids"] for i in range(min(len(data), 256))]
+        marks = (*self.transition.config.start_token_ids, self.transition.config.end_token_id)
+        last = [next((t for t in reversed(ids) if t in marks), None) for ids in rows if len(ids) == limit]
+        cut = sum(token in self.transition.config.start_token_ids for token in last)
+        if cut:
+            warnings.warn(
+                f"{cut} of the first {len(rows)} rows are cut at max_length={limit} in the middle of a step; raise it "
+                "(SFTConfig's default is 1024), or max_length=None",
+                stacklevel=3,
+            )
 
     def _note(self, losses: Any) -> None:
         transition = self.transition
@@ -126,3 +145,17 @@ class StateTransitionTrainer(SFTTrainer):  # type: ignore[misc]
         if not (Path(best) / CONFIG_FILE).is_file():
             raise ValueError(f"the best checkpoint {best} holds no state transition")
         self.transition.load(best)
+
+
+def _refuse_settings(args: Any) -> None:
+    """Raise ValueError for settings of SFTTrainer that this loss would ignore, or that hide where samples begin."""
+    wrong = {
+        "label_smoothing_factor": bool(getattr(args, "label_smoothing_factor", 0)),
+        "loss_type": getattr(args, "loss_type", "nll") != "nll",
+        "use_liger_kernel": bool(getattr(args, "use_liger_kernel", False)),
+        "packing_strategy": bool(getattr(args, "packing", False))
+        and getattr(args, "packing_strategy", "") == "wrapped",
+    }
+    found = [f"{name}={getattr(args, name)!r}" for name, refused in wrong.items() if refused]
+    if found:
+        raise ValueError(f"StateTransitionTrainer does not support {', '.join(found)}; leave it out")
