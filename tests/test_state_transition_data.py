@@ -50,6 +50,8 @@ def test_sentences_are_the_whole_text() -> None:
     assert "".join(TRACE[s.start : s.stop] for s in found) == TRACE
     assert [s.first_word for s in found] == ["we", "it", "wait", "alternatively", "so", "check", "wait", "it"]
     assert sentences("  \n ") == [] and [s.start for s in sentences("  One. Two")] == [0, 7]
+    listed = sentences("It is 5.\n1. Wait, no.\n- So it is. 7 of 9 are. Then 3.")
+    assert [s.first_word for s in listed] == ["it", "wait", "so", "of", "then"]
     assert [normal(w) for w in ('"Wait,"', "2.", "don't", "**So**")] == ["wait", "", "don't", "so"]
 
 

@@ -29,16 +29,23 @@ class Sentence:
 def sentences(text: str) -> list[Sentence]:
     """Sentences of a text, and lines: what follows `.`, `!`, `?` and their like, or a line break, begins one.
 
+    A bullet or number before a sentence ("1.", "-") is part of it, and not its first word.
+
     Together they are the whole text; blanks belong to the sentence before them.
     """
     found: list[tuple[int, str]] = []
     fresh = True
     last_stop = 0
     for match in _WORD.finditer(text):
+        word = normal(match.group())
         fresh = fresh or "\n" in text[last_stop : match.start()]
+        marker = False
         if fresh:
-            found.append((match.start(), normal(match.group())))
-        fresh = ends_sentence(match.group())
+            found.append((match.start(), word))
+            marker = not word  # a bullet or a number: the sentence's first word is still to come, and it ends nothing
+        elif not found[-1][1]:
+            found[-1] = (found[-1][0], word)
+        fresh = not marker and ends_sentence(match.group())
         last_stop = match.end()
     if not found:
         return []
