@@ -84,6 +84,8 @@ def main(engine: str, folder: Path) -> None:
         torch.save(state(trainer), folder / f"resumed {mode}.{rank}.pt")
     for name, extra in EXTRAS[engine].items():
         torch.save(extra.run(engine, folder / name), folder / f"{name}.{rank}.pt")
+    torch.distributed.barrier()  # a process that leaves while the other still works can take it down
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -85,6 +85,8 @@ def main() -> None:
     )
     trainer.train(resume_from_checkpoint=args.resume or None)
     trainer.save_model()
+    trainer.accelerator.wait_for_everyone()  # a process that leaves while another still writes can take it down
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":
