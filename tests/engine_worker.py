@@ -16,6 +16,7 @@ import torch
 
 from tests.engine_extras import EXTRAS
 from tests.engines import CASES, RESUMED, SAVING, settings, state, train_case
+from tests.leaving import leave_together
 from tests.sharded_loops import LOOPS, loop
 
 
@@ -84,8 +85,7 @@ def main(engine: str, folder: Path) -> None:
         torch.save(state(trainer), folder / f"resumed {mode}.{rank}.pt")
     for name, extra in EXTRAS[engine].items():
         torch.save(extra.run(engine, folder / name), folder / f"{name}.{rank}.pt")
-    torch.distributed.barrier()  # a process that leaves while the other still works can take it down
-    torch.distributed.destroy_process_group()
+    leave_together()
 
 
 if __name__ == "__main__":

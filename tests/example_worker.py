@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from tests.engine_worker import let_accelerate_run_deepspeed_on_cpus, let_accelerate_shard_on_cpus
+from tests.leaving import leave_together
 
 SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "engines" / "sft.py"
 
@@ -23,6 +24,7 @@ def main(engine: str, arguments: list[str]) -> None:
         let_accelerate_run_deepspeed_on_cpus()
     sys.argv = [str(SCRIPT), *arguments]
     runpy.run_path(str(SCRIPT), run_name="__main__")
+    leave_together()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from routeguard.protect.optimizers import inner_optimizer
 from routeguard.training import ending
 from tests.engine_worker import let_accelerate_run_deepspeed_on_cpus, let_accelerate_shard_on_cpus
 from tests.engines import SAVING, settings, state
+from tests.leaving import leave_together
 from tests.loops import tiny
 from tests.trainers import run
 
@@ -75,6 +76,7 @@ def main(engine: str, folder: Path, what: str) -> None:
     options = {"train_sampling_strategy": "sequential", **SAVING, **settings(engine, "whole tensors, restored")}
     trainer = run(tiny("lfm2"), folder, RouteGuard(Track(), QKRestore()), *callbacks, resume=resume, **options)
     torch.save(state(trainer)["parameters"], folder / f"end.{os.environ['RANK']}.pt")
+    leave_together()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from transformers import set_seed
 
 from routeguard.state_transition.convert import add_state_transition
 from routeguard.state_transition.trainer import StateTransitionTrainer
+from tests.leaving import leave_together
 from tests.loops import tiny
 from tests.state_transition_texts import config, text
 from tests.trainers import sft_arguments, tokenizer
@@ -56,7 +57,7 @@ def main() -> None:
         if trainer.is_world_process_zero():
             assert "DistributedDataParallel" in type(trainer.model_wrapped).__name__
             trainer.save_model(str(folder / f"{name}-saved"))
-    torch.distributed.destroy_process_group()
+    leave_together()
 
 
 if __name__ == "__main__":

@@ -71,14 +71,14 @@ def test_who_sees_whom() -> None:
 
 
 def test_momentum_by_hand() -> None:
-    assert [momentum_weight(t, max_alpha=0.4, max_steps=10) for t in (1, 2, 3, 4, 9)] == [0, 0.2, 0.3, 0.4, 0.4]
-    assert momentum_weight(2, max_alpha=0.4, max_steps=10, rule="max") == 0.4
-    assert momentum_weight(30, max_alpha=0.4, max_steps=10, rule="max") == 1.0
-    raw = state_coefficients(3, max_alpha=0.5, max_steps=2)
+    assert [momentum_weight(t, config(max_steps=10)) for t in (1, 2, 3, 4, 9)] == [0, 0.2, 0.3, 0.4, 0.4]
+    assert momentum_weight(2, config(max_steps=10, alpha_rule="max")) == 0.4
+    assert momentum_weight(30, config(max_steps=10, alpha_rule="max")) == 1.0
+    raw = state_coefficients(3, config(max_alpha=0.5, max_steps=2))
     assert raw.tolist() == [[0, 0, 0], [1, 0, 0], [1.5, 0.5, 0], [1.75, 0.75, 0.5]]
-    corrected = state_coefficients(3, max_alpha=0.5, max_steps=2, mean="corrected")
+    corrected = state_coefficients(3, config(max_alpha=0.5, max_steps=2, running_mean="corrected"))
     assert corrected.tolist() == [[0, 0, 0], [1, 0, 0], [1.5, 0.5, 0], [1.875, 0.625, 0.5]]
-    assert state_coefficients(3, max_alpha=0, max_steps=2).tolist()[3] == [1, 1, 1]
+    assert state_coefficients(3, config(max_alpha=0.0, max_steps=2)).tolist()[3] == [1, 1, 1]
 
 
 def tensors(rows: int, tokens: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:

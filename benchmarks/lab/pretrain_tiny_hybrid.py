@@ -45,7 +45,7 @@ def sum_batch(rng: random.Random) -> list[tasks.Sample]:
 def loss_on(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: list[tasks.Sample]) -> torch.Tensor:
     """Mean cross-entropy over the words that count."""
     input_ids, in_loss = evaluate.encode(samples, tokenizer)
-    logits = model(input_ids).logits[:, :-1]
+    logits = model(input_ids, use_cache=False).logits[:, :-1]
     counted = in_loss[:, 1:]
     return cross_entropy(logits[counted].float(), input_ids[:, 1:][counted])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from routeguard.cli.shared import (
     load_model,
     parse_lengths,
     read_file,
+    reasoning_scores,
     refuse_no_place,
 )
 
@@ -138,17 +138,13 @@ def gate(
     from routeguard.recall.gate import gate as compare
     from routeguard.recall.result import RecallResult
 
-    if (reasoning_before is None) != (reasoning_after is None):
-        raise ValueError("give --reasoning-before and --reasoning-after together")
-    if not all(score is None or math.isfinite(score) for score in (reasoning_before, reasoning_after)):
-        raise ValueError("--reasoning-before and --reasoning-after are scores, such as 0.62")
     report = compare(
         RecallResult.load(before),
         RecallResult.load(after),
         max_drop=max_drop / 100,
         confidence=confidence / 100,
         each_task=each_task,
-        reasoning=None if reasoning_before is None or reasoning_after is None else (reasoning_before, reasoning_after),
+        reasoning=reasoning_scores(reasoning_before, reasoning_after),
     )
     click.echo(json.dumps(report.to_dict(), indent=1) if as_json else str(report))
     if not report.ok:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import click
 
-from routeguard.cli.shared import FolderOrFile, clear_errors, json_option, refuse_no_place
+from routeguard.cli.shared import FolderOrFile, clear_errors, json_option, reasoning_scores, refuse_no_place
 
 
 @click.command()
@@ -50,7 +49,7 @@ def report(
     found = collect_run(
         run,
         recall={state: RecallResult.load(path) for state, path in paths.items() if path is not None},
-        reasoning=_scores(reasoning_before, reasoning_after),
+        reasoning=reasoning_scores(reasoning_before, reasoning_after),
     )
     if as_json:
         click.echo(json_text(found.to_dict()))
@@ -64,13 +63,3 @@ def report(
         for warning in found.warnings:
             click.echo(f"warning: {warning}", err=True)
         click.echo(f"written: {page}")
-
-
-def _scores(before: float | None, after: float | None) -> tuple[float, float] | None:
-    if before is None and after is None:
-        return None
-    if before is None or after is None:
-        raise ValueError("give --reasoning-before and --reasoning-after together")
-    if not (math.isfinite(before) and math.isfinite(after)):
-        raise ValueError("--reasoning-before and --reasoning-after are scores, such as 0.62")
-    return before, after

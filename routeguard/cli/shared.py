@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from functools import wraps
@@ -192,3 +193,14 @@ def _device(name: str | None) -> str:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"--device {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
     return name
+
+
+def reasoning_scores(before: float | None, after: float | None) -> tuple[float, float] | None:
+    """`--reasoning-before` and `--reasoning-after`: both or neither; ValueError for one alone, and for no numbers."""
+    if before is None and after is None:
+        return None
+    if before is None or after is None:
+        raise ValueError("give --reasoning-before and --reasoning-after together")
+    if not (math.isfinite(before) and math.isfinite(after)):
+        raise ValueError("--reasoning-before and --reasoning-after are scores, such as 0.62")
+    return before, after

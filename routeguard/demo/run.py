@@ -130,24 +130,16 @@ def training_data(tokenizer: PreTrainedTokenizerBase, *, num_samples: int, seed:
     return Dataset.from_dict({"input_ids": input_ids, "labels": labels})
 
 
-def fine_tune(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    output_dir: Path,
-    steps: int,
-    seed: int,
-    callbacks: Sequence[TrainerCallback],
-) -> None:
-    """Fine-tune `model` in place on chain-of-thought data: AdamW, 16 samples a step, fp32, no checkpointing."""
+def plain_arguments(output_dir: Path, *, steps: int, batch_size: int, learning_rate: float, seed: int) -> SFTConfig:
+    """The settings of a small run on the CPU: AdamW at a linearly falling rate, fp32, finished rows, nothing saved."""
     with warnings.catch_warnings():
         # The only spelling that switches off TRL's default is one that transformers has deprecated.
         warnings.filterwarnings("ignore", message="`gradient_checkpointing` is deprecated", category=FutureWarning)
-        args = SFTConfig(
+        return SFTConfig(
             output_dir=str(output_dir),
             max_steps=steps,
-            per_device_train_batch_size=BATCH_SIZE,
-            learning_rate=LEARNING_RATE,
+            per_device_train_batch_size=batch_size,
+            learning_rate=learning_rate,
             lr_scheduler_type="linear",
             warmup_steps=min(20, steps // 2),
             weight_decay=0.0,
@@ -162,6 +154,19 @@ def fine_tune(
             disable_tqdm=True,
             seed=seed,
         )
+
+
+def fine_tune(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    output_dir: Path,
+    steps: int,
+    seed: int,
+    callbacks: Sequence[TrainerCallback],
+) -> None:
+    """Fine-tune `model` in place on chain-of-thought data: AdamW, 16 samples a step, fp32, no checkpointing."""
+    args = plain_arguments(output_dir, steps=steps, batch_size=BATCH_SIZE, learning_rate=LEARNING_RATE, seed=seed)
     trainer = SFTTrainer(
         model,
         args=args,

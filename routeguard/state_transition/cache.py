@@ -105,7 +105,7 @@ class StateTransitionCache(DynamicCache):  # type: ignore[misc]
         Raises ValueError for several tokens after the first call.
         """
         if not self.started:
-            return self._begin_text(input_ids, attention_mask)
+            return self._begin_text(input_ids, attention_mask), None
         if bool((self.kind == PADDING).any()):
             raise ValueError("going on with a text needs padding on the left; some rows end with padding")
         if input_ids.shape[1] != 1:
@@ -166,7 +166,7 @@ class StateTransitionCache(DynamicCache):  # type: ignore[misc]
         for state in self.states.values():
             state.select(indices)
 
-    def _begin_text(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[StepLayout, Tensor | None]:
+    def _begin_text(self, input_ids: Tensor, attention_mask: Tensor | None) -> StepLayout:
         layout = step_layout(
             input_ids,
             start_token_ids=self.transition.start_token_ids,
@@ -179,7 +179,7 @@ class StateTransitionCache(DynamicCache):  # type: ignore[misc]
         self.prompt = layout.kind == PROMPT
         self.valid = self.prompt | (layout.segment == last)
         self._stale = not bool(self.valid.all())
-        return layout, None
+        return layout
 
     def _forget(self, rows: Tensor) -> None:
         """Nothing but the prompt is to be seen any more in those rows."""

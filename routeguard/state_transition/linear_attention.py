@@ -38,13 +38,7 @@ def plan_chunks(layout: StepLayout, config: StateTransitionConfig) -> ChunkPlan:
     places = torch.full((len(rows), most, chunk_tokens), -1, dtype=torch.long)
     mixing = torch.zeros(len(rows), most, most, dtype=torch.float64)
     within = torch.zeros(len(rows), most, dtype=torch.bool)
-    coefficients = state_coefficients(
-        max(1, int(layout.step.max())),
-        max_alpha=config.max_alpha,
-        max_steps=config.max_steps,
-        rule=config.alpha_rule,
-        mean=config.running_mean,
-    )
+    coefficients = state_coefficients(max(1, int(layout.step.max())), config)
     for row, chunks in enumerate(rows):
         number = len(chunks)
         for index, chunk in enumerate(chunks):

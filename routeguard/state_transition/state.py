@@ -77,10 +77,7 @@ class StepState:
         """
         config = self.config
         steps = self.steps + 1
-        weights = [
-            momentum_weight(t, max_alpha=config.max_alpha, max_steps=config.max_steps, rule=config.alpha_rule)
-            for t in steps.tolist()
-        ]
+        weights = [momentum_weight(step, config) for step in steps.tolist()]
         alpha = torch.tensor(weights, dtype=self.current.dtype, device=self.current.device)[:, None, None, None]
         plain = self.current - self.before
         update = (1 - alpha) * plain + alpha * self.average

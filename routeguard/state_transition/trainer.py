@@ -106,16 +106,12 @@ class StateTransitionTrainer(SFTTrainer):  # type: ignore[misc]
         transition = self.transition
         running = transition.running
         assert running is not None
-        config = transition.config
         steps = torch.where(running.layout.kind == STEP, running.layout.step, 0).amax(1)
         metrics = self._metrics["train" if self.model.training else "eval"]
-        weight = momentum_weight(
-            int(steps.max()), max_alpha=config.max_alpha, max_steps=config.max_steps, rule=config.alpha_rule
-        )
         noted = {
             "next_token_loss": float(losses.next_token.detach()) / max(losses.num_tokens, 1),
             "steps": float(steps.float().mean()),
-            "alpha": weight,
+            "alpha": momentum_weight(int(steps.max()), transition.config),
         }
         if self.beta > 0:
             noted["distance"] = float(losses.distance.detach()) / max(losses.num_compared, 1)

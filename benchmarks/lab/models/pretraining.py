@@ -10,13 +10,12 @@ import random
 from collections.abc import Callable
 
 import torch
-from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.lab.language.chains import PRETRAINED_CHAINS, chain_sample
 from benchmarks.lab.language.needles import NEEDLE_KINDS, needle_sample
 from benchmarks.lab.models.architectures import Architecture
-from routeguard.demo.evaluate import encode
+from benchmarks.lab.pretrain_tiny_hybrid import loss_on
 from routeguard.demo.tasks import Sample
 
 CHAIN_WORDS = 95
@@ -43,14 +42,6 @@ def chain_batch(rng: random.Random) -> list[Sample]:
     """Chains as pretraining shows them: three quarters of the table, look-ups at any distance."""
     kinds = PRETRAINED_CHAINS
     return [chain_sample(kinds[i % len(kinds)], CHAIN_WORDS, rng, cells="known", reach="any") for i in range(12)]
-
-
-def loss_on(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: list[Sample]) -> torch.Tensor:
-    """Mean cross-entropy over the words that count."""
-    input_ids, in_loss = encode(samples, tokenizer)
-    logits = model(input_ids, use_cache=False).logits[:, :-1]
-    counted = in_loss[:, 1:]
-    return cross_entropy(logits[counted].float(), input_ids[:, 1:][counted])
 
 
 def pretrain(

@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import io
 import time
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
 from benchmarks.lab.training.data import DataKind, as_dataset, samples_for
 from benchmarks.lab.training.mechanisms import PullAll, RoutingRate, Settle, TrustRegion
 from benchmarks.lab.training.plan import Lora, Training
+from routeguard.demo.run import plain_arguments
 from routeguard.protect.lora_targets import lora_config
 from routeguard.training.guard import RouteGuard
 
@@ -67,28 +67,7 @@ def fine_tune(
         replay=training.replay,
         replayed=training.replayed,
     )
-    with warnings.catch_warnings():
-        # The only spelling that switches off TRL's default is one that transformers has deprecated.
-        warnings.filterwarnings("ignore", message="`gradient_checkpointing` is deprecated", category=FutureWarning)
-        args = SFTConfig(
-            output_dir=str(output_dir),
-            max_steps=num_steps,
-            per_device_train_batch_size=batch_size,
-            learning_rate=rate,
-            lr_scheduler_type="linear",
-            warmup_steps=min(20, num_steps // 2),
-            weight_decay=0.0,
-            max_length=None,
-            bf16=False,
-            gradient_checkpointing=False,
-            use_cpu=True,
-            dataloader_pin_memory=False,
-            logging_steps=20,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            seed=seed,
-        )
+    args = plain_arguments(output_dir, steps=num_steps, batch_size=batch_size, learning_rate=rate, seed=seed)
     began = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()):  # the guard's summary, once a run
         trainer = SFTTrainer(
