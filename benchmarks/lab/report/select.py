@@ -60,9 +60,9 @@ class Cell:
     def _any(self) -> Result:
         return next(iter(next(iter(self.results.values())).values()))
 
-    def recall_at(self, length: int) -> Score:
-        """Recall of the needle kind that counts, at a length."""
-        return lambda result: result["recall"][self.kind][str(length)]
+    def recall_at(self, length: int, kind: str | None = None) -> Score:
+        """Recall of a needle kind at a length; by default of the kind that counts."""
+        return lambda result: result["recall"][kind or self.kind][str(length)]
 
     @property
     def recall(self) -> Score:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from benchmarks.lab.conditions.table import BEFORE, QK
+from benchmarks.lab.language.needles import DEVELOPMENT
 from benchmarks.lab.report.select import Cell, new_results
 
 
@@ -15,13 +16,18 @@ def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def cell_table(cell: Cell) -> str:
-    """Every condition of a cell: recall by length, reasoning, drift, and the difference to QK-Restore."""
+    """Every condition of a cell: recall by length, reasoning, drift, and the difference to QK-Restore.
+
+    In a confirmation the kind that conditions were chosen on stands beside the tested one, at the longest length.
+    """
     longest = cell.lengths[-1]
+    beside = [DEVELOPMENT.name] if cell.kind != DEVELOPMENT.name else []
     headings = [
         "condition",
         "seeds",
         *(f"recall @{length}" for length in cell.lengths),
         f"@{longest} against {QK}",
+        *(f"{kind} @{longest}" for kind in beside),
         "new results",
         "far look-ups",
         "Q/K drift",
@@ -38,6 +44,7 @@ def cell_table(cell: Cell) -> str:
                 str(len(results)),
                 *(cell.estimate(name, cell.recall_at(length)).text() for length in cell.lengths),
                 "" if difference is None else _marked(difference.text(signed=True), equal and difference.above_zero),
+                *(cell.estimate(name, cell.recall_at(longest, kind)).text() for kind in beside),
                 cell.estimate(name, new_results).text() + ("" if equal else " ↓"),
                 cell.estimate(name, lambda result: float(result["reasoning"]["far"])).text(),
                 f"{sum(drifts) / len(drifts):.2f}" if drifts else "0.00",
