@@ -38,6 +38,8 @@ _EXPORTS = {
     "check_lora_coverage": "routeguard.protect.lora_targets",
     "restore": "routeguard.restoration.in_memory",
     "restored": "routeguard.restoration.in_memory",
+    "average": "routeguard.restoration.averaging",
+    "averaged": "routeguard.restoration.averaging",
     "read_drift": "routeguard.drift.record",
     "verify_checkpoint": "routeguard.checkpoint.verify",
     "measure_recall": "routeguard.recall.measure",
@@ -48,6 +50,7 @@ _EXPORTS = {
     "replay": "routeguard.recall.replay",
     "restore_checkpoint": "routeguard.checkpoint.restore",
     "undo_restore": "routeguard.checkpoint.in_place",
+    "average_checkpoint": "routeguard.checkpoint.average",
     "checkpoint_drift": "routeguard.checkpoint.drift",
     "attention_distance": "routeguard.diagnostics.distance",
     "distance_change": "routeguard.diagnostics.distance_change",
@@ -77,6 +80,7 @@ _RENAMED = {"read_recall": "read_probe_record", "verify": "verify_routes", "read
 __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
+    from routeguard.checkpoint.average import average_checkpoint
     from routeguard.checkpoint.drift import checkpoint_drift
     from routeguard.checkpoint.in_place import undo_restore
     from routeguard.checkpoint.restore import restore_checkpoint
@@ -103,6 +107,7 @@ if TYPE_CHECKING:
     from routeguard.recall.probe_record import read_probe_record as read_recall
     from routeguard.recall.replay import replay
     from routeguard.recall.result import RecallResult
+    from routeguard.restoration.averaging import average, averaged
     from routeguard.restoration.in_memory import restore, restored
     from routeguard.routes.architecture import Architecture
     from routeguard.routes.collection import AttentionLayer, Route, Routes

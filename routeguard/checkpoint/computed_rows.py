@@ -18,8 +18,9 @@ from routeguard.checkpoint.tensors import read_tensor, tensor_bytes
 from routeguard.protect.held import Held
 from routeguard.protect.modes import Interpolate, QKPro
 from routeguard.protect.rows import put_rows, take_rows
-from routeguard.restoration.methods import WORTH_A_NOTE, interpolated, qk_pro_values, refuse_other_roles
+from routeguard.restoration.methods import interpolated, qk_pro_values, refuse_other_roles
 from routeguard.restoration.reference import Reference
+from routeguard.restoration.report import WORTH_A_NOTE
 from routeguard.routes.collection import Routes
 from routeguard.routes.names import canonical_name
 from routeguard.storage.row_bytes import Slice, read_rows
@@ -90,9 +91,9 @@ def _interpolated(rows: Sequence[RowRestore], *, alpha: float) -> tuple[list[Ten
     values, notes = [], []
     for row in rows:
         tuned = read_tensor(row.tuned)
-        value, lost = interpolated(tuned, read_tensor(row.start), alpha)
-        values.append(value)
-        if lost >= WORTH_A_NOTE:
+        new = interpolated(tuned, read_tensor(row.start), alpha)
+        values.append(new.values)
+        if new.share_kept >= WORTH_A_NOTE:
             notes.append(f"rounding to {row.tuned.tensor.dtype} kept some entries at their tuned value")
     return values, tuple(notes)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import routeguard
 from routeguard.checkpoint.patch import Patch
@@ -24,6 +24,8 @@ from routeguard.storage.folder import checkpoint_config, is_adapter, stored_chec
 if TYPE_CHECKING:
     from routeguard.checkpoint.examine import Finding
 
+Report = TypeVar("Report")
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -38,8 +40,8 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Job:
-    """Everything that a restore is about to write and say.
+class Job(Generic[Report]):
+    """Everything that a repair is about to write and say.
 
     Attributes:
         patches: the rows that change.
@@ -48,11 +50,11 @@ class Job:
     """
 
     patches: Sequence[Patch]
-    report: RestoreReport
+    report: Report
     facts: dict[str, Any]
 
 
-def open_job(base: Path, tuned: Path, choice: Choice, progress: Progress) -> Callable[[], Job]:
+def open_job(base: Path, tuned: Path, choice: Choice, progress: Progress) -> Callable[[], Job[RestoreReport]]:
     """Read configs and headers, and refuse what they tell; the function that is returned reads and compares the rows.
 
     Raises ValueError, now or in that function, for everything that `restore_checkpoint` refuses of its two folders.
@@ -73,7 +75,7 @@ def open_job(base: Path, tuned: Path, choice: Choice, progress: Progress) -> Cal
     notes = [*start.notes, *compare_meaning(tuned, config, whole, start, insist=choice.insist)]
     rows = plan_rows(stored, routes, start)
 
-    def compare() -> Job:
+    def compare() -> Job[RestoreReport]:
         from routeguard.checkpoint.examine import examine, per_layer  # with numpy, while a copy may already run
 
         findings = examine(rows, progress)
@@ -83,19 +85,19 @@ def open_job(base: Path, tuned: Path, choice: Choice, progress: Progress) -> Cal
             found.append("nothing had moved: every row already equals what was written")
         method = describe_method(choice.method, routes)
         report = RestoreReport(method, start.origin, per_layer(rows, written), tuple(found))
-        return Job(patches, report, _facts(base, tuned, report, _tensor_facts(rows, written)))
+        return Job(patches, report, facts_of(base, tuned, report.method, report.notes, _tensor_facts(rows, written)))
 
     return compare
 
 
-def _adapter_job(base: Path, tuned: Path, choice: Choice) -> Job:
+def _adapter_job(base: Path, tuned: Path, choice: Choice) -> Job[RestoreReport]:
     from routeguard.checkpoint.adapter_rows import plan_adapter
 
     if choice.heads is not None:
         raise ValueError("heads= is for whole weights: merge the adapter (merge_and_unload), restore the merged model")
     start = open_start(base)
     patches, report, records = plan_adapter(tuned, start, choice.method, choice.roles, choice.layers, choice.norms)
-    return Job(patches, report, _facts(base, tuned, report, records))
+    return Job(patches, report, facts_of(base, tuned, report.method, report.notes, records))
 
 
 def _patches(
@@ -138,13 +140,16 @@ def _tensor_facts(rows: Sequence[RowRestore], findings: Sequence[Finding]) -> li
     ]
 
 
-def _facts(base: Path, tuned: Path, report: RestoreReport, tensors: list[dict[str, Any]]) -> dict[str, Any]:
+def facts_of(
+    base: Path, tuned: Path, method: str, notes: Sequence[str], tensors: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """One entry of `provenance.json`."""
     return {
         "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "routeguard": routeguard.__version__,
-        "method": report.method,
+        "method": method,
         "base": str(base),
         "tuned": str(tuned),
-        "notes": list(report.notes),
+        "notes": list(notes),
         "tensors": tensors,
     }

@@ -14,9 +14,10 @@ from functools import partial
 from pathlib import Path
 
 from routeguard.checkpoint.in_place import undo_path
-from routeguard.checkpoint.job import Job
+from routeguard.checkpoint.job import Job, Report
 from routeguard.checkpoint.patch import apply_patches
 from routeguard.checkpoint.provenance import record_restore
+from routeguard.checkpoint.row_plan import Progress
 from routeguard.storage.copying import Advance, copy_file
 from routeguard.storage.durable import Flusher, sync
 from routeguard.storage.folder import is_adapter, safetensors_files, weight_files
@@ -55,7 +56,7 @@ def files_to_copy(tuned: Path) -> tuple[list[Path], list[str]]:
     return kept, left_out
 
 
-def write_copy(tuned: Path, out: Path, prepare: Callable[[], Job], advance: Advance) -> Job:
+def write_copy(tuned: Path, out: Path, prepare: Callable[[], Job[Report]], advance: Advance) -> Job[Report]:
     """Copy TUNED's files to OUT while the job is prepared, then apply its patches and record its facts.
 
     Killed at any point, OUT is either absent or whole. On an error, also of `prepare`, nothing of it is left; TUNED is
@@ -78,6 +79,22 @@ def write_copy(tuned: Path, out: Path, prepare: Callable[[], Job], advance: Adva
         for folder in {beside, *((beside / file).parent for file in files)}:
             sync(folder)
     return job
+
+
+def copied_with(
+    tuned: Path, out: Path, prepare: Callable[[], Job[Report]], progress: Progress
+) -> tuple[Job[Report], int, tuple[str, ...]]:
+    """`write_copy` that reports its progress; returns the job, the bytes of the files, and the names left out."""
+    files, left_out = files_to_copy(tuned)
+    total = sum((tuned / file).stat().st_size for file in files)
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        progress("copying", done, total)
+
+    return write_copy(tuned, out, prepare, advance), total, tuple(left_out)
 
 
 class _Copying:

@@ -10,10 +10,10 @@ from typing import Any
 
 from routeguard.checkpoint.in_place import patch_in_place, refuse_interrupted, refuse_unsafe_in_place
 from routeguard.checkpoint.job import Choice, open_job
-from routeguard.checkpoint.new_folder import files_to_copy, write_copy
+from routeguard.checkpoint.new_folder import copied_with
 from routeguard.checkpoint.patch import patched_files
 from routeguard.checkpoint.row_plan import Progress, no_progress
-from routeguard.checkpoint.sidecar import SIDECAR_FILE, SIDECAR_FOLDER
+from routeguard.checkpoint.target import free_place, refuse_base
 from routeguard.protect.modes import Restoration, as_restoration
 from routeguard.restoration.report import RestoreReport
 from routeguard.routes.collection import ROUTING_ROLES, Role
@@ -107,17 +107,9 @@ def restore_checkpoint(
     if mode is None:
         raise ValueError("method=None restores nothing; choose 'qk', 'qk_pro' or 'interpolate'")
     tuned = Path(tuned)
-    target = _checked_target(tuned, None if out is None else Path(out), in_place=in_place)
+    target = free_place(tuned, None if out is None else Path(out), in_place=in_place)
     base_folder = local_folder(str(base))
-    if base_folder.is_dir() and base_folder.resolve() == tuned.resolve():
-        raise ValueError(
-            f"BASE and TUNED are the same folder, {tuned}: there is nothing to bring back from it (if a guarded run "
-            f"kept its start there, give {tuned / SIDECAR_FOLDER / SIDECAR_FILE} as BASE)"
-        )
-    if target is not None and base_folder.is_dir() and target.resolve().is_relative_to(base_folder.resolve()):
-        raise ValueError(f"{target} lies inside BASE, {base_folder}; choose a folder outside")
-    if base_folder.is_dir():
-        refuse_interrupted(base_folder)
+    refuse_base(base_folder, tuned, target)
     choice = Choice(mode, check_roles(roles), layers, heads, norms, insist)
     prepare = open_job(base_folder, tuned, choice, progress)
     if target is None:
@@ -126,29 +118,5 @@ def restore_checkpoint(
         undo = patch_in_place(tuned, job.patches, job.facts)
         return CheckpointRestore(str(tuned), str(tuned), job.report, undo=str(undo))
     refuse_interrupted(tuned)
-    files, left_out = files_to_copy(tuned)
-    total = sum((tuned / file).stat().st_size for file in files)
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        progress("copying", done, total)
-
-    job = write_copy(tuned, target, prepare, advance)
-    return CheckpointRestore(str(tuned), str(target), job.report, total, tuple(left_out))
-
-
-def _checked_target(tuned: Path, out: Path | None, *, in_place: bool) -> Path | None:
-    """Where to write; None is in place. Raises ValueError for a place that would lose something."""
-    if not tuned.is_dir():
-        raise ValueError(f"{tuned} is not a folder with a checkpoint or an adapter")
-    if in_place == (out is not None):
-        raise ValueError("give either out=FOLDER (--out) for a repaired copy, or in_place=True (--in-place)")
-    if out is None:
-        return None
-    if out.exists() or out.is_symlink():
-        raise ValueError(f"{out} exists already; choose another folder, nothing is overwritten")
-    if out.resolve().is_relative_to(tuned.resolve()):
-        raise ValueError(f"{out} lies inside {tuned}, which is being copied; choose a folder outside")
-    return out
+    job, total, left_out = copied_with(tuned, target, prepare, progress)
+    return CheckpointRestore(str(tuned), str(target), job.report, total, left_out)

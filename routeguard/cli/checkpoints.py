@@ -1,4 +1,4 @@
-"""`routeguard restore`, `drift` and `undo`: repair and compare checkpoints on disk."""
+"""`routeguard restore`, `average`, `drift` and `undo`: repair and compare checkpoints on disk."""
 
 from __future__ import annotations
 
@@ -84,6 +84,27 @@ def restore(
     except OSError as error:  # a full disk or a closed pipe behind standard output
         done = "was changed in place (`routeguard undo` brings it back)" if in_place else "was written"
         click.echo(f"routeguard: {report.output} {done}; only its report could not be printed: {error}", err=True)
+
+
+@click.command()
+@click.argument("base")
+@click.argument("tuned", type=FolderOrFile)
+@click.option("--out", type=FolderOrFile, required=True, help="Folder for the averaged copy; must not exist.")
+@click.option("--alpha", type=float, default=0.1, help="The fraction of the way back to BASE, above 0, up to 1.")
+@insist_option
+@quiet_option
+@json_option
+@clear_errors
+def average(base: str, tuned: Path, out: Path, alpha: float, insist: bool, quiet: bool, as_json: bool) -> None:
+    """Move every weight of TUNED a fraction of the way back to BASE (WiSE-FT).
+
+    BASE is what the tuning started from: a folder or a Hub model id. TUNED is a checkpoint folder or a LoRA adapter.
+    """
+    from routeguard.checkpoint.average import average_checkpoint
+
+    with _ProgressBar(shown=not quiet and not as_json) as progress:
+        report = average_checkpoint(base, tuned, out=out, alpha=alpha, insist=insist, progress=progress)
+    _show(report, quiet=quiet, as_json=as_json)
 
 
 @click.command()

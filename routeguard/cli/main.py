@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from routeguard.cli.checkpoints import drift, restore, undo
+from routeguard.cli.checkpoints import average, drift, restore, undo
 from routeguard.cli.diagnose import diagnose, locality
 from routeguard.cli.recall import gate, recall
 from routeguard.cli.report import report
@@ -87,7 +87,7 @@ def demo(everything: bool, seeds: int, output: Path, steps: int) -> None:
     show_demo(output, seeds=seeds, all_modes=everything, steps=steps)
 
 
-for command in (restore, drift, undo, diagnose, locality, recall, gate, report):
+for command in (restore, average, drift, undo, diagnose, locality, recall, gate, report):
     app.add_command(command)
 
 if __name__ == "__main__":

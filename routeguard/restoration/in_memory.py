@@ -15,9 +15,9 @@ from routeguard.protect.rows import put_rows, take_rows
 from routeguard.restoration.adapters import adapted_modules, adapter_drift, refuse_merged, restored_adapter
 from routeguard.restoration.lookup import open_reference
 from routeguard.restoration.meaning import check_same_meaning, meaning_of
-from routeguard.restoration.methods import WORTH_A_NOTE, interpolated, qk_pro_values, refuse_other_roles
+from routeguard.restoration.methods import interpolated, qk_pro_values, refuse_other_roles
 from routeguard.restoration.reference import Reference, refuse_unreadable
-from routeguard.restoration.report import LayerRestore, RestoreReport, describe_method
+from routeguard.restoration.report import WORTH_A_NOTE, LayerRestore, RestoreReport, describe_method
 from routeguard.restoration.sources import ReferenceSource
 from routeguard.routes.collection import ROUTING_ROLES, Role, Route, Routes
 from routeguard.routes.find import find_routes
@@ -192,8 +192,9 @@ def _new_values(
             values[piece.name] = start.to(piece.parameter.dtype)
         else:
             tuned = take_rows(piece.parameter.detach(), piece.rows, piece.dim)
-            values[piece.name], share = interpolated(tuned, start, mode.alpha)
-            lost = max(lost, share)
+            new = interpolated(tuned, start, mode.alpha)
+            values[piece.name] = new.values
+            lost = max(lost, new.share_kept)
     if lost >= WORTH_A_NOTE:
         dtype = str(base[0].parameter.dtype).removeprefix("torch.")
         return values, (f"rounding to {dtype} kept up to {lost:.0%} of a tensor's entries at their tuned value",)

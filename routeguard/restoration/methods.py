@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,21 +15,34 @@ from routeguard.restoration.reference import Reference
 from routeguard.routes.collection import NORMALISED, AttentionLayer, Route, Routes
 from routeguard.routes.names import canonical_name
 
-WORTH_A_NOTE = 0.01  # share of entries that rounding kept from moving
 
+class Interpolated(NamedTuple):
+    """Interpolated values, and what rounding did to them.
 
-def interpolated(tuned: Tensor, start: Tensor, alpha: float) -> tuple[Tensor, float]:
-    """`(1 − α)·tuned + α·start` in float32 (float64 for float64), cast back to the tuned dtype.
-
-    Returns the values, and the share of the entries meant to move that rounding left where they were (0 to 1).
+    Attributes:
+        values: in the tuned dtype.
+        num_meant: entries that were meant to move.
+        num_kept: those of them that rounding left where they were.
     """
+
+    values: Tensor
+    num_meant: int
+    num_kept: int
+
+    @property
+    def share_kept(self) -> float:
+        """Share of the entries meant to move that rounding left where they were, 0 to 1."""
+        return self.num_kept / self.num_meant if self.num_meant else 0.0
+
+
+def interpolated(tuned: Tensor, start: Tensor, alpha: float) -> Interpolated:
+    """`(1 − α)·tuned + α·start` in float32 (float64 for float64), cast back to the tuned dtype."""
     wide = torch.promote_types(tuned.dtype, torch.float32)
     start = start.to(tuned.device, wide)
     result = ((1 - alpha) * tuned.to(wide) + alpha * start).to(tuned.dtype)
     meant = start.to(tuned.dtype) != tuned
-    lost = meant & (result == tuned)
-    num_meant = int(meant.sum())
-    return result, int(lost.sum()) / num_meant if alpha and num_meant else 0.0
+    kept = meant & (result == tuned)
+    return Interpolated(result, int(meant.sum()), int(kept.sum())) if alpha else Interpolated(result, 0, 0)
 
 
 def qk_pro_values(

@@ -10,6 +10,7 @@ from routeguard.protect.modes import Interpolate, QKPro, Restoration
 from routeguard.routes.collection import ROUTING_ROLES, Route
 
 SCHEMA_VERSION = 1
+WORTH_A_NOTE = 0.01  # share of the entries meant to move that rounding kept where they were
 
 
 @dataclass(frozen=True)

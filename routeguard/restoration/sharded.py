@@ -46,7 +46,7 @@ def restore_shards(
     changed = []
     for shard in movable:
         tuned, start = take_rows(shard.parameter, shard.rows, shard.dim), starts[shard.name]
-        values = start if isinstance(method, QKRestore) else interpolated(tuned, start, method.alpha)[0]
+        values = start if isinstance(method, QKRestore) else interpolated(tuned, start, method.alpha).values
         changed.append((values != tuned).sum() * (tuned.element_size() * shard.share))
         put_rows(shard.parameter, shard.rows, values, shard.dim)
     counts = sum_over_processes(torch.stack(changed).double()).tolist() if changed else []

@@ -1,0 +1,82 @@
+"""What averaging a tuned model with its start did. Neither torch nor numpy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from routeguard.restoration.report import WORTH_A_NOTE
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class AverageReport:
+    """What `average` or `average_checkpoint` did. `str()` prints it, `to_dict()` is JSON-serialisable.
+
+    Attributes:
+        alpha: the fraction of the way back to the start.
+        origin: where the start came from.
+        num_tensors: tensors averaged.
+        num_entries: their entries.
+        drift_before: ‖W − W₀‖ / ‖W₀‖ over all of them before; None for an adapter, which is measured from no start.
+        kept_by_rounding: share of the entries meant to move that rounding left where they were, 0 to 1.
+        output: the folder that was written; None in memory.
+        notes: what was left as it was, and why.
+    """
+
+    alpha: float
+    origin: str
+    num_tensors: int
+    num_entries: int
+    drift_before: float | None
+    kept_by_rounding: float
+    output: str | None = None
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"schema_version": SCHEMA_VERSION, **asdict(self)}
+
+    def __str__(self) -> str:
+        drift = "" if self.drift_before is None else f"; relative drift was {self.drift_before:.4f}"
+        lines = [
+            f"averaged {self.num_tensors} tensors ({self.num_entries:,} entries): {self.alpha:g} of the way back to "
+            f"{self.origin}{drift}"
+        ]
+        if self.kept_by_rounding >= WORTH_A_NOTE:
+            lines.append(
+                f"note: rounding kept {self.kept_by_rounding:.0%} of the entries meant to move where they were: the "
+                "stored type is too coarse for this alpha. Average the float32 weights, then cast, or take a larger one"
+            )
+        lines += [f"note: {note}" for note in self.notes]
+        if self.output is not None:
+            lines.append(f"wrote {self.output}; the tuned checkpoint is as it was")
+        return "\n".join(lines)
+
+
+def checked_alpha(alpha: float) -> float:
+    """A fraction above 0 and at most 1. Raises ValueError for anything else."""
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha) or not 0 < alpha <= 1:
+        raise ValueError(
+            f"alpha={alpha!r} is not a number above 0 and up to 1: the fraction of the way back to the start (0 would "
+            "change nothing, 1 gives the start itself)"
+        )
+    return float(alpha)
+
+
+def without_start(missing: Sequence[str], origin: str, *, insist: bool, total: int) -> tuple[str, ...]:
+    """A note about tensors that the start lacks or has in another shape. Raises ValueError unless `insist`."""
+    if not missing:
+        return ()
+    more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+    text = f"{len(missing)} of {total} tensors are not in {origin}, or in another shape: {', '.join(missing[:4])}{more}"
+    if len(missing) == total:
+        raise ValueError(f"{text}. Give the checkpoint that the tuning started from")
+    if not insist:
+        raise ValueError(
+            f"{text}. Averaging the others alone would mix two models; give the checkpoint that the tuning started "
+            "from, or insist (insist=True, --insist) to leave those as tuned"
+        )
+    return (f"{text}: left as tuned",)
