@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from routeguard.protect.modes import QKRestore, Restoration
+from routeguard.restoration.averaging import averaged
 from routeguard.restoration.in_memory import restored
 from routeguard.routes.collection import ROUTING_ROLES, Role
 
@@ -71,18 +71,9 @@ def repaired(
         if heads is None or repair.heads not in heads:
             raise ValueError(f"{repair.heads} heads are to be restored, and it is not known which")
         chosen = heads[repair.heads]
-    parameters = dict(model.named_parameters())
-    tuned = {name: p.detach().clone() for name, p in parameters.items()} if repair.average else {}
-    try:
-        with torch.no_grad():
-            for name, values in tuned.items():
-                parameters[name].copy_(torch.lerp(values, start[name], repair.average))
+    with averaged(model, dict(start), repair.average) if repair.average else nullcontext():
         if repair.method is None:
             yield
         else:
             with restored(model, dict(start), method=repair.method, roles=repair.roles, heads=chosen):
                 yield
-    finally:
-        with torch.no_grad():
-            for name, values in tuned.items():
-                parameters[name].copy_(values)
