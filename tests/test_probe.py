@@ -481,7 +481,7 @@ def fingerprint(model: nn.Module) -> list[Any]:
     from transformers.modeling_utils import AttentionInterface
 
     found: list[Any] = [
-        AttentionInterface.get_interface,
+        getattr(AttentionInterface, "get_interface", None),
         AttentionInterface.__getitem__,
         functional.softmax,
         torch.softmax,

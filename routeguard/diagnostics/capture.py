@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from routeguard.diagnostics.attention_call import AttentionCall, Place, fused_call, interface_call
+from routeguard.routes.attention_functions import watched_attention_functions
 from routeguard.routes.collection import AttentionLayer
 
 # Gets the call and its result [B, H, T, d_v] (None where only probabilities were seen); may return another result.
@@ -34,7 +34,7 @@ def captured_calls(model: nn.Module, attention: Iterable[AttentionLayer], visit:
     recorder = _Calls(model, list(attention), visit)
     with ExitStack() as stack:
         recorder.hook(stack)
-        stack.enter_context(_patched_interface(recorder.wrap))
+        stack.enter_context(watched_attention_functions(recorder.wrap))
         stack.enter_context(recorder)
         yield recorder.seen
 
@@ -162,24 +162,3 @@ def _slot(module: str) -> tuple[str, str]:
     if not found:
         raise ValueError(f"attention module {module!r} is in no numbered stack of layers")
     return found[1], found[2]
-
-
-@contextmanager
-def _patched_interface(wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Let everything that transformers' tables of attention functions hand out go through `wrap`."""
-    interface = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
-    if interface is None:
-        yield
-        return
-    get_interface, get_item = interface.get_interface, interface.__getitem__
-    own = {name: vars(interface)[name] for name in ("get_interface", "__getitem__") if name in vars(interface)}
-    interface.get_interface = lambda table, *args, **kwargs: wrap(get_interface(table, *args, **kwargs))
-    interface.__getitem__ = lambda table, name: wrap(get_item(table, name))
-    try:
-        yield
-    finally:
-        for name in ("get_interface", "__getitem__"):
-            if name in own:
-                setattr(interface, name, own[name])
-            else:
-                delattr(interface, name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from routeguard.routes._logits import PRODUCTS, orient, products, visible_from_logits, visible_from_mask, walk
+from routeguard.routes.attention_functions import watched_attention_functions
 
 _MATMULS = {"matmul", "bmm", "baddbmm", "einsum", "__matmul__"}
 
@@ -76,7 +76,7 @@ class Recorder(TorchFunctionMode):
                 handle = module.register_forward_pre_hook(self._enter, with_kwargs=True)
                 stack.callback(handle.remove)
                 stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
-            stack.enter_context(self._watched_interface())
+            stack.enter_context(watched_attention_functions(self._wrap))
             stack.enter_context(self)
             yield
         self._flush()
@@ -122,34 +122,6 @@ class Recorder(TorchFunctionMode):
         return event
 
     # --- what is called -----------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _watched_interface(self) -> Iterator[None]:
-        """Wrap what transformers' table of attention functions hands out, if transformers is loaded at all."""
-        modeling_utils = sys.modules.get("transformers.modeling_utils")
-        interface = getattr(modeling_utils, "AttentionInterface", None)
-        if interface is None:
-            yield
-            return
-        get_interface, get_item = interface.get_interface, interface.__getitem__
-        own = {name: vars(interface)[name] for name in ("get_interface", "__getitem__") if name in vars(interface)}
-
-        def watched_get_interface(table: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._wrap(get_interface(table, *args, **kwargs))
-
-        def watched_get_item(table: Any, key: str) -> Any:
-            return self._wrap(get_item(table, key))
-
-        interface.get_interface = watched_get_interface
-        interface.__getitem__ = watched_get_item
-        try:
-            yield
-        finally:
-            for name in ("get_interface", "__getitem__"):
-                if name in own:
-                    setattr(interface, name, own[name])
-                else:
-                    delattr(interface, name)
 
     def _wrap(self, function: Any) -> Any:
         if not callable(function) or getattr(function, "_routeguard_watched", False):

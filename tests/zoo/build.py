@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 from typing import Any
 
+import pytest
+
 from tests.zoo.case import Case
+from tests.zoo.config_class import MissingHereError
 from tests.zoo.configs import CASES
+from tests.zoo.earlier import EARLIER_FIELDS, NOT_EARLIER
 from tests.zoo.tiny import NUM_TOKENS, tiny_config
 from tests.zoo.towers import register_stub_tower
 
@@ -26,11 +31,37 @@ def find_case(case: Case | str) -> Case:
 
 
 def config_for(case: Case | str) -> Any:
-    """A fresh tiny config of the case."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    """A fresh tiny config of the case; skips the test where the installed transformers does not have it."""
+    import transformers
 
     case = find_case(case)
-    return tiny_config(CONFIG_MAPPING[case.model_type], case.overrides)
+    config_class = config_class_of(case.model_type)
+    try:
+        auto_class = getattr(transformers, case.model_class, None)
+        if config_class not in getattr(auto_class, "_model_mapping", [config_class] if auto_class else []):
+            raise MissingHereError(f"no {case.model_class} of {case.model_type}")
+        return tiny_config(config_class, overrides_of(case, config_class))
+    except MissingHereError as missing:
+        pytest.skip(f"transformers {transformers.__version__}: {missing}")
+
+
+def config_class_of(model_type: str) -> Any:
+    """The config class of a model type; skips the test where the installed transformers has none."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    return CONFIG_MAPPING[model_type]
+
+
+def overrides_of(case: Case, config_class: type) -> dict[str, Any]:
+    """The case's changes as this release of transformers wants them."""
+    if dataclasses.is_dataclass(config_class):
+        return dict(case.overrides)
+    if case.name in NOT_EARLIER:
+        raise MissingHereError(f"{case.name}: {NOT_EARLIER[case.name]}")
+    return {**case.overrides, **EARLIER_FIELDS.get(case.name, {})}
 
 
 def build(case: Case | str, *, device: str = "cpu", seed: int = 0) -> Any:

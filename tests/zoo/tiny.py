@@ -6,6 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from tests.zoo.config_class import SubConfig, config_defaults, settable, sub_config_specs
+from tests.zoo.earlier import SQUARE_EARLIER
+
 NUM_HEADS = 4
 NUM_KV_HEADS = 2
 HEAD_DIM = 16
@@ -205,14 +208,15 @@ OPTIONAL_FIELDS = frozenset(
 
 def tiny_fields(config_class: type, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments that make `config_class` tiny; mappings in `overrides` go to the sub-config of that name."""
-    defaults = {field.name: field.default for field in dataclasses.fields(config_class)}
+    defaults = config_defaults(config_class)
     fields = {
         name: value
         for name, value in TINY_FIELDS.items()
         if name in defaults and not (name in OPTIONAL_FIELDS and defaults[name] is None)
     }
     if "hidden_size" in defaults and "head_dim" not in defaults:
-        if "vocab_size" in defaults and "num_key_value_heads" in defaults and config_class.model_type not in SQUARE:
+        square = SQUARE if dataclasses.is_dataclass(config_class) else SQUARE | SQUARE_EARLIER
+        if "vocab_size" in defaults and "num_key_value_heads" in defaults and config_class.model_type not in square:
             fields["head_dim"] = HEAD_DIM  # not a field, but read where present
         else:
             fields["hidden_size"] = NUM_HEADS * HEAD_DIM
@@ -220,14 +224,15 @@ def tiny_fields(config_class: type, overrides: Mapping[str, Any]) -> dict[str, A
         fields["num_hidden_layers"] = 6
     if "kv_lora_rank" in defaults:
         fields["num_key_value_heads"] = NUM_HEADS
-    sub_configs = config_class.sub_configs_defaults
+    sub_configs = sub_config_specs(config_class)
     for name, spec in sub_configs.items():
         if name in overrides or not spec.optional:
             fields[name] = tiny_sub_config(spec, overrides.get(name, {}))
-    return {**fields, **{name: value for name, value in overrides.items() if name not in sub_configs}}
+    plain = {name: value for name, value in overrides.items() if name not in sub_configs}
+    return {**fields, **settable(config_class, plain)}
 
 
-def tiny_sub_config(spec: Any, overrides: Mapping[str, Any] | None) -> Any:
+def tiny_sub_config(spec: SubConfig, overrides: Mapping[str, Any] | None) -> Any:
     """A tiny sub-config; `model_type` in `overrides` chooses the class where transformers leaves it open."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -238,7 +243,8 @@ def tiny_sub_config(spec: Any, overrides: Mapping[str, Any] | None) -> Any:
     model_type = settings.pop("model_type", spec.model_type)
     chosen = spec.config_class is AutoConfig or "model_type" in overrides
     config_class = CONFIG_MAPPING[model_type] if chosen else spec.config_class
-    return tiny_config(config_class, settings)
+    config = tiny_config(config_class, settings)
+    return config.to_dict() if spec.as_mapping else config
 
 
 def tiny_config(config_class: type, overrides: Mapping[str, Any]) -> Any:
