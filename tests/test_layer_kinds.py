@@ -11,6 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from routeguard.routes.config import text_config
 from routeguard.routes.layer_kinds import KIND_OF_LABEL, layer_kinds
+from tests.zoo.build import config_class_of
 
 # Vision and audio towers, backbones, encoders and encoder-decoders: they have layer types, but no routes to guard.
 NOT_A_DECODER = """
@@ -69,7 +70,7 @@ def derives_layer_types(model_type: str) -> bool:
         "layer_types" in source_of(model_type) or "block_type" in source_of(model_type)
     ):
         return False
-    labels = getattr(CONFIG_MAPPING[model_type](), "layer_types", None)
+    labels = vars(CONFIG_MAPPING[model_type]()).get("layer_types")
     return isinstance(labels, list) and bool(labels)
 
 
@@ -99,6 +100,8 @@ def test_kinds_without_a_list_are_those_of_the_config_class(model_type: str) -> 
                 continue
             if any(label not in KIND_OF_LABEL for label in labels):
                 continue
+            if raw.get("attention_chunk_size", 0) is None and "chunked_attention" in labels:
+                continue  # what releases before 5 derive here cannot run
             compared += 1
             expected = tuple(KIND_OF_LABEL[label] for label in labels)
             if model_type == "minimax" and raw["sliding_window"]:
@@ -135,6 +138,7 @@ WINDOWED = ["mistral", "mixtral", "phi3", "phimoe", "starcoder2", "ministral3", 
 
 @pytest.mark.parametrize("model_type", WINDOWED)
 def test_one_window_narrows_every_softmax_layer(model_type: str) -> None:
+    config_class_of(model_type)
     raw = raw_config(model_type, {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 64})
     assert "full" not in layer_kinds(raw)
     assert "sliding" in layer_kinds(raw)

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 # Model types that cannot choose head_dim there: it is hidden_size over heads, as for `tiny.SQUARE`.
-SQUARE_EARLIER = frozenset({"granitemoe", "granitemoeshared", "phimoe", "qwen2_moe", "recurrent_gemma"})
-
-MAMBA_BLOCKS = {"layers_block_type": ["mamba", "hybrid"] * 3}
+SQUARE_EARLIER = frozenset({"granitemoe", "granitemoeshared", "phimoe", "qwen2_moe"})
 
 MROPE_TEXT = {"text_config": {"rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2]}}}
 
@@ -16,8 +14,6 @@ MROPE_TEXT = {"text_config": {"rope_scaling": {"rope_type": "default", "mrope_se
 EARLIER_FIELDS: dict[str, Mapping[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "jamba": {"use_mamba_kernels": False},
-    "zamba2": MAMBA_BLOCKS,
-    "zamba2/no_adapter": MAMBA_BLOCKS,
     "mllama": {"text_config": {"rope_scaling": {"rope_type": "default"}}},
     "qwen3_vl": MROPE_TEXT,
     "qwen3_vl_moe": MROPE_TEXT,
@@ -31,5 +27,8 @@ NOT_EARLIER: dict[str, str] = {
     "evolla": "its tiny aligner cannot run: shapes differ by one token",
     "ovis2": "its image tower is built for another width",
     "phi4_multimodal": "the audio tower cannot be built without the image tower's config",
+    "recurrent_gemma": "it reads whole sequences without its window",
     "stablelm/qk_norm": "its norms without bias cannot be initialised",
+    "zamba2": "its shared blocks cannot be saved",
+    "zamba2/no_adapter": "its shared blocks cannot be saved",
 }
