@@ -76,6 +76,7 @@ _EXPORTS = {
     "transition_words": "routeguard.state_transition.entropy",
 }
 _RENAMED = {"read_recall": "read_probe_record", "verify": "verify_routes", "read_drift": "read_record"}
+_NEEDS_NO_LIBRARY = "routeguard.checkpoint."  # folders are read and written without torch and transformers
 
 __all__ = ["__version__", *_EXPORTS]
 
@@ -130,6 +131,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'routeguard' has no attribute {name!r}; it has {', '.join(_EXPORTS)}")
+    if not _EXPORTS[name].startswith(_NEEDS_NO_LIBRARY):
+        import_module("routeguard.versions").check_versions()
     value = getattr(import_module(_EXPORTS[name]), _RENAMED.get(name, name))
     globals()[name] = value
     return value

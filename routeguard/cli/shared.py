@@ -14,6 +14,7 @@ import click
 
 from routeguard.routes.collection import Role
 from routeguard.routes.resolve import check_roles
+from routeguard.versions import check_versions
 
 FolderOrFile = click.Path(path_type=Path)
 
@@ -115,10 +116,12 @@ def refuse_no_place(path: Path, option: str) -> None:
 def load_model(path: str | Path, device: str | None = None) -> tuple[Any, Any]:
     """Model and tokenizer of a folder, on the accelerator if there is one. Code in the folder never runs.
 
-    Raises ValueError, naming the folder, for whatever keeps them from being loaded.
+    Raises ValueError, naming the folder, for whatever keeps them from being loaded, and ImportError for libraries that
+    are too old.
     """
     folder = Path(path)
     base = _refuse_no_model(folder)
+    check_versions()
     import torch
     from transformers import AutoModelForCausalLM
 
