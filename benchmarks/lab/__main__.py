@@ -3,6 +3,7 @@
 python -m benchmarks.lab pretrain                  make the small models (once; minutes each)
 python -m benchmarks.lab run                       do every run that is still missing
 python -m benchmarks.lab run --quick               the quick version, from nothing
+python -m benchmarks.lab reach                     how far back data and gradient reach (once; seconds)
 python -m benchmarks.lab report                    tables and plots from the results
 python -m benchmarks.lab conditions                list the conditions
 """
@@ -38,6 +39,10 @@ def main() -> None:
     running.add_argument("--results", type=Path, help="folder of the results (default: docs/evidence/results)")
     running.add_argument("--quick", action="store_true", help=f"a small experiment from nothing, in {quick.FOLDER}")
 
+    reaching = commands.add_parser("reach", help="measure how far back data and gradient reach")
+    _add_architectures(reaching)
+    reaching.add_argument("--results", type=Path, help="folder of the results (default: docs/evidence/results)")
+
     reporting = commands.add_parser("report", help="write tables and plots from the results")
     reporting.add_argument("--results", type=Path, help="folder of the results (default: docs/evidence/results)")
     reporting.add_argument("--output", type=Path, help="folder of README.md and plots (default: docs/evidence)")
@@ -55,6 +60,8 @@ def _do(options: argparse.Namespace) -> None:
 
     if options.command == "pretrain":
         commands.pretrain(options.architecture, model_seed=options.model_seed, workers=options.workers)
+    elif options.command == "reach":
+        commands.reach(options.architecture, results=options.results)
     elif options.command == "conditions":
         commands.list_conditions()
     elif options.command == "report":

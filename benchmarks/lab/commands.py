@@ -6,6 +6,7 @@ import difflib
 import multiprocessing
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,6 +17,7 @@ from benchmarks.lab.experiment import seeds as seed_sets
 from benchmarks.lab.experiment.loop import do_all
 from benchmarks.lab.experiment.plan import Experiment, runs_to_do
 from benchmarks.lab.experiment.subject import Subject
+from benchmarks.lab.measuring.reach import REACH_FILE, reach_of
 from benchmarks.lab.models.architectures import ARCHITECTURES, MAIN_ARCHITECTURE
 from benchmarks.lab.models.weights import RECORD, folder_of, make
 from benchmarks.lab.training.data import DATA_KINDS, MAIN_DATA
@@ -80,6 +82,21 @@ def report(results: Path | None = None, output: Path | None = None) -> None:
     from benchmarks.lab.report.page import write_page
 
     print(f"written: {write_page(results or journal.RESULTS, output or journal.RESULTS.parent)}", flush=True)
+
+
+def reach(architectures: Sequence[str] | None = None, *, model_seed: int = 0, results: Path | None = None) -> None:
+    """Measure, before fine-tuning, how far back data and gradient reach; adds to `reach.jsonl` in the results."""
+    path = (results or journal.RESULTS) / REACH_FILE
+    there = {(line["architecture"], line["data"], line["model"]) for line in journal.read(path)}
+    for architecture in _chosen(architectures, ARCHITECTURES):
+        subject = Subject(architecture, model_seed)
+        for kind in DATA_KINDS.values():
+            if (architecture.name, kind.name, subject.digest) in there:
+                continue
+            found = reach_of(subject.model(), subject.tokenizer, kind)
+            line = {"architecture": architecture.name, "data": kind.name, "model": subject.digest, **asdict(found)}
+            journal.append(path, line)
+            print(f"{architecture.name} {kind.name}: look-ups {found.look_ups}, gradient {found.gradient}", flush=True)
 
 
 def list_conditions() -> None:

@@ -57,8 +57,8 @@ def read(path: Path) -> list[Result]:
 
 
 def read_all(folder: Path = RESULTS) -> list[Result]:
-    """The results of every file."""
-    return [result for path in sorted(folder.glob("*.jsonl")) for result in read(path)]
+    """The results of every architecture and data kind."""
+    return [result for path in sorted(folder.glob("*-*.jsonl")) for result in read(path)]
 
 
 def missing(path: Path, wanted: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

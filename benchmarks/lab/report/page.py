@@ -8,14 +8,15 @@ from pathlib import Path
 
 from benchmarks.lab.conditions.table import BEFORE, QK
 from benchmarks.lab.experiment import journal
+from benchmarks.lab.measuring.reach import REACH_FILE
 from benchmarks.lab.measuring.scores import NUM_NEEDLES
 from benchmarks.lab.report import plots
 from benchmarks.lab.report.claims import claims_table
 from benchmarks.lab.report.select import EQUAL_REASONING, Cell, cells
-from benchmarks.lab.report.tables import best_table, cell_table, markdown
+from benchmarks.lab.report.tables import best_table, cell_table, markdown, reach_table
 
 BEGIN, END = "<!-- generated: {} -->", "<!-- end of generated part -->"
-PARTS = ("claims", "drift", "confirmation", "development")
+PARTS = ("claims", "drift", "reach", "confirmation", "development")
 SKELETON = "# Evidence\n\n" + "\n\n".join(f"{BEGIN.format(part)}\n{END}" for part in PARTS) + "\n"
 
 
@@ -40,6 +41,7 @@ def write_page(results: Path, output: Path) -> Path:
         "development": _by_cell([cell for cell in found if cell.purpose == "development"], output, "development"),
         "claims": _claims(found),
         "drift": _drift(found, output),
+        "reach": reach_table(journal.read(results / REACH_FILE)),
     }
     for name, content in parts.items():
         text = replaced(text, name, content)

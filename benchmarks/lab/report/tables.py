@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from benchmarks.lab.conditions.table import BEFORE, QK
+from benchmarks.lab.experiment.journal import Result
 from benchmarks.lab.language.needles import DEVELOPMENT
+from benchmarks.lab.models.architectures import ARCHITECTURES
 from benchmarks.lab.report.select import Cell, new_results
+from benchmarks.lab.training.data import DATA_KINDS
 
 
 def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -75,6 +78,21 @@ def best_table(cells: Sequence[Cell]) -> str:
     lines.sort(key=lambda line: (-line[0], -line[1]))
     headings = ["condition", *(f"{cell.architecture} {cell.data}" for cell in cells), "ahead"]
     return markdown(headings, [row for _, _, row in lines])
+
+
+def reach_table(measured: Sequence[Result]) -> str:
+    """How far back look-ups and gradient reach, by model and data."""
+    rows = [
+        [
+            f"{ARCHITECTURES[line['architecture']].title}, {DATA_KINDS[line['data']].title}",
+            *(str(line[what][part]) for part in ("half", "most") for what in ("look_ups", "gradient")),
+        ]
+        for line in measured
+    ]
+    if not rows:
+        return "Not measured yet."
+    headings = ("model and data", "half: look-ups", "half: gradient", "nine tenths: look-ups", "nine tenths: gradient")
+    return markdown(headings, rows)
 
 
 def _marked(text: str, good: bool) -> str:
