@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.lab.conditions.sets import AVERAGES
 from benchmarks.lab.conditions.table import BEFORE, CONDITIONS
 from benchmarks.lab.experiment import journal
 from benchmarks.lab.report import plots
-from benchmarks.lab.report.claims import Claim, claims_table, growth_with_length
+from benchmarks.lab.report.claims import Claim, chosen, claims_table, growth_with_length
 from benchmarks.lab.report.page import BEGIN, END, replaced, write_page
 from benchmarks.lab.report.select import Cell, cells, new_results
 from benchmarks.lab.report.statistics import Estimate, correlation, estimate, rank_correlation
@@ -138,6 +139,23 @@ def test_claims_are_decided_by_intervals_only() -> None:
     assert same.verdict(Estimate(0.1, 0.05, 3)) == same.verdict(Estimate(-0.1, 0.05, 3)) == "contradicted"
     assert same.verdict(Estimate(0.1, 0.2, 3)) == "undecided"
     assert Claim("", "a", "b").verdict(Estimate(-0.1, 0.05, 3)) == "contradicted"
+
+
+def test_averages_go_as_far_back_as_reasoning_allows_on_development_seeds() -> None:
+    def averaged(seeds: tuple[int, ...], new: tuple[float, float]) -> list[journal.Result]:
+        names = ("wise_ft_0.1", "wise_ft_0.25")
+        return [
+            result(n, seed, 0.7 + i / 10, new=x)
+            for seed in seeds
+            for i, (n, x) in enumerate(zip(names, new, strict=True))
+        ]
+
+    confirmed = cells([*results((100, 101)), *averaged((100, 101), (1.0, 0.2))])
+    for new, name in (((1.0, 1.0), "wise_ft_0.25"), ((1.0, 0.9), "wise_ft_0.1"), ((0.9, 0.9), None)):
+        developed = cells([*results((0, 1)), *averaged((0, 1), new)])
+        assert chosen(developed[0], AVERAGES) == name
+        rows = [line for line in claims_table(confirmed, developed).splitlines() if "as far as" in line]
+        assert [name in row for row in rows] == ([True] if name else [])
 
 
 def test_loss_by_length_is_that_of_plain_fine_tuning() -> None:

@@ -197,7 +197,7 @@ def test_conditions_are_distinct_and_share_runs() -> None:
     runs = by_run(list(CONDITIONS.values()))
     assert len(runs) < len(CONDITIONS) / 2
     assert {"none", "qk_restore", "v_restore", "heads_2_restore"} <= {c.name for c in runs[Training()]}
-    for names in (sets.ELSEWHERE, sets.CONFIRMED, sets.QUICK):
+    for names in (sets.ELSEWHERE, sets.CONFIRMED, sets.CONFIRMED_ELSEWHERE, sets.QUICK):
         assert {"none", "qk_restore"} <= set(names) <= set(CONDITIONS)
 
 

@@ -63,7 +63,10 @@ def run(
     for architecture in _chosen(architectures, ARCHITECTURES):
         for kind in _chosen(data, DATA_KINDS):
             is_main = architecture.name == MAIN_ARCHITECTURE and kind.name == MAIN_DATA
-            ours = sets.CONFIRMED if confirm else sets.MAIN if is_main else sets.ELSEWHERE
+            if is_main:
+                ours = sets.CONFIRMED if confirm else sets.MAIN
+            else:
+                ours = sets.CONFIRMED_ELSEWHERE if confirm else sets.ELSEWHERE
             chosen = find_conditions(conditions or ours)
             experiment = Experiment(
                 Subject(architecture, model_seed),

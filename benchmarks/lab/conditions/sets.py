@@ -26,7 +26,15 @@ CONFIRMED: tuple[str, ...] = (
     "freeze+replay_5",
 )
 
-# Development elsewhere: nothing is chosen there, this is for a look at what fine-tuning does.
-ELSEWHERE: tuple[str, ...] = (NONE, QK, "interpolate_0.5", "wise_ft_0.1", "wise_ft_0.25")
+# How far the averages go back is chosen for each architecture on its development seeds (`report.claims`).
+AVERAGES = ("wise_ft_0.1", "wise_ft_0.25")
+REPLAYED_AVERAGES = ("replay_5+wise_ft_0.1", "replay_5+wise_ft_0.25")
+
+# Development elsewhere: what fine-tuning does, and how far averages may go back; no mode is chosen there.
+ELSEWHERE: tuple[str, ...] = (NONE, QK, "interpolate_0.5", *AVERAGES, "replay_5", *REPLAYED_AVERAGES)
+
+CONFIRMED_ELSEWHERE = tuple(
+    dict.fromkeys(name for name in (*CONFIRMED, *AVERAGES, *REPLAYED_AVERAGES) if name != "freeze+replay_5")
+)
 
 QUICK: tuple[str, ...] = (NONE, QK, "v_restore", "wise_ft_0.1", "freeze", "replay_5", "replay_5+wise_ft_0.1")

@@ -99,7 +99,8 @@ def _all() -> Iterator[Condition]:
         if restorable:
             yield Condition(f"{name}+restore", training, QK_RESTORE)
         if training.replay:
-            yield Condition(f"{name}+wise_ft_0.1", training, Repair(average=0.1))
+            for share in (0.1, 0.25):
+                yield Condition(f"{name}+wise_ft_{share:g}", training, Repair(average=share))
             if restorable:
                 yield Condition(f"{name}+interpolate_0.5", training, Repair(Interpolate(0.5)))
                 yield Condition(f"{name}+wise_ft_0.1+restore", training, replace(QK_RESTORE, average=0.1))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from benchmarks.lab.conditions.sets import AVERAGES, REPLAYED_AVERAGES
 from benchmarks.lab.conditions.table import BEFORE, NONE, QK
 from benchmarks.lab.report.select import Cell, new_results
 from benchmarks.lab.report.statistics import Estimate, estimate
@@ -56,9 +57,33 @@ CLAIMS = (
 )
 
 
-def claims_table(cells: Sequence[Cell]) -> str:
-    """Each claim in each cell: difference of recall, of reasoning, and whether the interval decides."""
+# A repair of which development chooses the strength, with the strengths, the weakest first.
+CHOSEN = (
+    ("averaging as far as QK-Restore's reasoning allows beats QK-Restore", AVERAGES),
+    ("replay and averaging as far as QK-Restore's reasoning allows beat QK-Restore", REPLAYED_AVERAGES),
+)
+
+
+def chosen(development: Cell, names: Sequence[str]) -> str | None:
+    """The strongest of some conditions that on development seeds has at least QK-Restore's reasoning; None if none."""
+    kept = [name for name in names if name in development.results and development.keeps_reasoning(name)]
+    return kept[-1] if kept else None
+
+
+def claims_table(cells: Sequence[Cell], development: Sequence[Cell] = ()) -> str:
+    """Each claim in each cell: difference of recall, of reasoning, and whether the interval decides.
+
+    Args:
+        cells: where claims are tested.
+        development: cells of the development seeds, on which strengths are chosen.
+    """
     rows = [row for claim in CLAIMS for cell in cells if (row := _row(claim, cell)) is not None]
+    for text, names in CHOSEN:
+        for cell in cells:
+            before = next((d for d in development if (d.architecture, d.data) == (cell.architecture, cell.data)), None)
+            name = None if before is None else chosen(before, names)
+            row = None if name is None else _row(Claim(text, name, QK), cell)
+            rows += [] if row is None else [row]
     rows += [row for cell in cells if (row := _length_row(cell)) is not None]
     return markdown(("claim", "where", "conditions", "recall", "reasoning", "verdict"), rows)
 

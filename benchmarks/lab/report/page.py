@@ -100,7 +100,7 @@ def _claims(found: Sequence[Cell]) -> str:
         f"Seeds: {about}. Differences at the longest length and in new results, paired over seeds, with 95 % intervals;"
         " a verdict needs an interval that leaves out 0."
     )
-    return f"{note}\n\n{claims_table(used)}"
+    return f"{note}\n\n{claims_table(used, [cell for cell in found if cell.purpose == 'development'])}"
 
 
 def _drift(found: Sequence[Cell], output: Path) -> str:
