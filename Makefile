@@ -6,7 +6,7 @@ WORKERS ?= 2
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 LAB_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: demo test test-slow test-all check format bench bench-gpu lab lab-full clean
+.PHONY: demo test test-slow test-all check format docs bench bench-gpu lab lab-full clean
 
 $(VENV)/ready: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,18 @@ format: $(VENV)/ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# The site, in build/site; from an environment of its own with nothing in it but the extra `docs`.
+DOCS_VENV := .venv-docs
+DOCS_EXTRA = $(shell sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr ',' ' ' | tr -d '"')
+
+$(DOCS_VENV)/ready: constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet -c constraints.txt $(foreach need,$(DOCS_EXTRA),'$(need)')
+	touch $@
+
+docs: $(DOCS_VENV)/ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+
 bench: $(VENV)/ready
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.recall
@@ -54,4 +66,4 @@ lab-full: $(VENV)/ready
 	$(LAB_ENV) $(BIN)/python -m benchmarks.lab report
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(DOCS_VENV) build dist *.egg-info

@@ -16,7 +16,7 @@ current. `--help` after any command prints the same.
 
 Exit codes: 0 done; 1 a check failed; 2 the call could not be carried out (bad input); 3 a file could not be read or
 written. Every command with `--json` prints its whole result for other programs. Commands that compare or repair
-checkpoints (`inspect`, `verify`, `drift`, `restore`, `undo`) load no model.
+checkpoints (`inspect`, `verify`, `drift`, `restore`, `average`, `undo`) load no model.
 """
 
 

@@ -1,0 +1,107 @@
+"""Pages of the site whose text lives outside `docs/`: the changelog and the examples. MkDocs calls the two hooks.
+
+Links are written so that they work where the files lie, in the repository; `site_path` says where the site has them.
+"""
+
+from __future__ import annotations
+
+import ast
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+LANGUAGES = {".py": "python", ".json": "json", ".yaml": "yaml", ".yml": "yaml", ".sh": "bash", ".txt": "text"}
+_LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
+_FENCED = re.compile(r"(^ *```.*?^ *```)", re.DOTALL | re.MULTILINE)
+
+
+def site_path(path: str) -> str | None:
+    """Where the site has the file or folder at `path` (relative to the repository); None where it has it not."""
+    if path.startswith("docs/"):
+        inside = path.removeprefix("docs/")
+        return f"{inside}/index.md" if (ROOT / path).is_dir() else inside
+    if path == "README.md":
+        return "index.md"
+    if path == "CHANGELOG.md":
+        return "changelog.md"
+    if path == "examples" or path.startswith("examples/"):
+        place = ROOT / path
+        if place.is_dir():
+            return f"{path}/README.md" if (place / "README.md").is_file() else f"{path}/index.md"
+        return path if place.suffix == ".md" else f"{path}.md"
+    return None
+
+
+def relinked(markdown: str, source: str, place: str) -> str:
+    """`markdown` of the repository's file `source`, with its links as they must be in the site's page `place`."""
+
+    def link(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[1]))
+        found = site_path(target)
+        if found is None:
+            return match[0]
+        return posixpath.relpath(found, posixpath.dirname(place) or ".") + (match[2] or "")
+
+    parts = _FENCED.split(markdown)
+    return "".join(part if number % 2 else _LINK.sub(link, part) for number, part in enumerate(parts))
+
+
+def outside_pages() -> dict[str, tuple[str, str]]:
+    """Place in the site of every page from outside: the repository's file or folder it is of, and its Markdown."""
+    pages = {"changelog.md": ("CHANGELOG.md", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))}
+    folders = {"docs/evidence/results"}
+    for path in sorted((ROOT / "examples").rglob("*")):
+        name = path.relative_to(ROOT).as_posix()
+        if "__pycache__" in name or path.is_dir():
+            continue
+        folders.add(posixpath.dirname(name))
+        place = site_path(name)
+        assert place is not None
+        if path.suffix == ".md":
+            pages[place] = (name, path.read_text(encoding="utf-8"))
+        elif path.suffix in LANGUAGES:
+            pages[place] = (name, _shown(path))
+    for folder in sorted(folders):
+        place = site_path(folder)
+        assert place is not None
+        if place not in pages:
+            pages[place] = (folder + "/", _listing(folder))
+    return pages
+
+
+def _shown(path: Path) -> str:
+    """A file of code as a page: what it says it is, then its text."""
+    code = path.read_text(encoding="utf-8")
+    about = ast.get_docstring(ast.parse(code)) if path.suffix == ".py" else None
+    first = (about or "").splitlines()[:1]
+    return f"# {path.name}\n\n" + "".join(f"{line}\n\n" for line in first) + f"```{LANGUAGES[path.suffix]}\n{code}```\n"
+
+
+def _listing(folder: str) -> str:
+    """The files and folders in a folder, with the first line of what each says it is."""
+    lines = [f"# {folder.removeprefix('docs/')}\n"]
+    for path in sorted((ROOT / folder).iterdir()):
+        if path.name.startswith((".", "_")):
+            continue
+        about = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) if path.suffix == ".py" else None
+        said = ": " + about.splitlines()[0] if about else ""
+        lines.append(f"- [{path.name}{'/' * path.is_dir()}]({path.name}){said}")
+    return "\n".join(lines) + "\n"
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """MkDocs' hook: add the pages from outside."""
+    from mkdocs.structure.files import File
+
+    for place, (_, markdown) in outside_pages().items():
+        files.append(File.generated(config, place, content=markdown))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """MkDocs' hook: write links for the site."""
+    place = page.file.src_uri
+    source = outside_pages()[place][0] if page.file.generated_by else f"docs/{place}"
+    return relinked(markdown, source, place)
