@@ -27,6 +27,7 @@ _EXPORTS = {
     "QKRestore": "routeguard.protect.modes",
     "QKPro": "routeguard.protect.modes",
     "Interpolate": "routeguard.protect.modes",
+    "Average": "routeguard.protect.modes",
     "freeze": "routeguard.protect.freeze",
     "low_lr": "routeguard.protect.groups",
     "anchor": "routeguard.protect.anchor",
@@ -101,7 +102,7 @@ if TYPE_CHECKING:
     from routeguard.protect.freeze import freeze
     from routeguard.protect.groups import low_lr, param_groups
     from routeguard.protect.lora_targets import check_lora_coverage, lora_config, lora_targets
-    from routeguard.protect.modes import Anchor, Freeze, Interpolate, LowLR, QKPro, QKRestore, Track
+    from routeguard.protect.modes import Anchor, Average, Freeze, Interpolate, LowLR, QKPro, QKRestore, Track
     from routeguard.recall.gate import gate
     from routeguard.recall.measure import measure_recall
     from routeguard.recall.probe import RecallProbe

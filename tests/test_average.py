@@ -79,6 +79,21 @@ def test_a_checkpoint_on_disk_becomes_what_the_model_in_memory_becomes(
     assert facts["method"] == "average (alpha 0.3)" and len(facts["tensors"]) == report.num_tensors
 
 
+def test_weights_that_never_moved_keep_their_bits(tmp_path: Path) -> None:
+    start = build("lfm2")
+    tuned = copy.deepcopy(start)
+    with torch.no_grad():
+        tuned.model.layers[0].operator_norm.weight.add_(1.0)
+    start.save_pretrained(tmp_path / "base")
+    tuned.save_pretrained(tmp_path / "tuned")
+    average_checkpoint(tmp_path / "base", tmp_path / "tuned", out=tmp_path / "out", alpha=ALPHA)
+    average(tuned, start, ALPHA)
+    on_disk = values(type(tuned).from_pretrained(tmp_path / "out"))
+    for name, value in values(start).items():
+        moved = name == "model.layers.0.operator_norm.weight"
+        assert torch.equal(values(tuned)[name], value) != moved and torch.equal(on_disk[name], value) != moved, name
+
+
 def test_rounding_that_keeps_entries_is_said() -> None:
     start = build("lfm2").to(torch.bfloat16)
     tuned = copy.deepcopy(start)

@@ -249,7 +249,10 @@ def test_the_card_says_what_was_done(tracked: Path) -> None:
     assert next(entry.value for entry in found.environment if entry.name == "base model") == "untuned"
     card = render_card(found)
     assert card.startswith("## Trained with routing protection\n")
-    assert "| Restore at the end | QK-Restore: 4 tensors in 2 layers" in card and "before the restore |" in card
+    assert (
+        "| Restore at the end | QK-Restore: 4 tensors in 2 layers" in card
+        and "before what was done at the end |" in card
+    )
     assert "| restored | 0.95 [0.76–0.99] |" in card and "| Recall gate, before and restored | passed |" in card
     (tracked / "routeguard/restore.json").unlink()
     assert "and not protected" in render_card(collect_run(tracked))

@@ -22,7 +22,8 @@ from routeguard.checkpoint.row_plan import Progress, no_progress
 from routeguard.checkpoint.same_meaning import compare_meaning
 from routeguard.checkpoint.start import Start, open_start, read_routes, refuse_adapters, refuse_quantised
 from routeguard.checkpoint.target import free_place, refuse_base
-from routeguard.restoration.average_report import AverageReport, checked_alpha, without_start
+from routeguard.protect.modes import checked_alpha
+from routeguard.restoration.average_report import AverageReport, without_start
 from routeguard.storage.floats import Floats, to_bytes, to_floats
 from routeguard.storage.folder import adapter_file, checkpoint_config, is_adapter, stored_checkpoint, stored_tensors
 from routeguard.storage.header import FLOATS, StoredTensor
@@ -105,7 +106,7 @@ class _Piece:
     def _mean(self, tuned: Floats, start: Floats) -> Floats:
         number = tuned.dtype.type
         mean: Floats = number(1 - self.alpha) * tuned + number(self.alpha) * start
-        return mean
+        return np.where(tuned == start, tuned, mean)  # what never moved keeps its bits
 
     def compare(self) -> _Finding:
         """What averaging it is going to change. The values of TUNED and BASE must be finite."""

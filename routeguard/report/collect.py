@@ -16,9 +16,8 @@ from routeguard.report.environment import find_environment
 from routeguard.report.findings import find_warnings
 from routeguard.report.reading import ProbeRecord, Problems, read_drift, read_probe, read_restore, read_training
 from routeguard.report.run import RunReport, Verdict
-from routeguard.training.run_state import DRIFT_FILE, FOLDER, STATE_FILE, read_state
+from routeguard.training.run_state import DRIFT_FILE, FOLDER, RESTORE_FILE, STATE_FILE, read_state
 
-RESTORE_FILE = "restore.json"
 STATES = ("before", "after", "restored")
 _LOOKED_FOR = (STATE_FILE, DRIFT_FILE, Path(RECORD_FILE).name, RESTORE_FILE, SIDECAR_FILE)
 

@@ -41,7 +41,7 @@ def drift_section(run: RunReport) -> str:
         )
     )
     if run.restore is not None:
-        parts.append(markup.paragraph("These are the weights before the restore at the end."))
+        parts.append(markup.paragraph("These are the weights before what was done at the end."))
     return markup.section(_TITLE, *parts, _heads(drift))
 
 

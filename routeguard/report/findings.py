@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from routeguard.recall.probe_failures import Failures
 from routeguard.recall.result import RecallResult
+from routeguard.restoration.average_report import AverageReport
 from routeguard.restoration.report import RestoreReport
 from routeguard.training.run_state import RunState
 
@@ -22,7 +23,7 @@ def find_warnings(
     kept: Path,
     state: RunState | None,
     drift: DriftReport | None,
-    restore: RestoreReport | None,
+    restore: RestoreReport | AverageReport | None,
     probed: Mapping[int, RecallResult],
     failures: Failures,
 ) -> tuple[str, ...]:
@@ -44,7 +45,7 @@ def find_warnings(
                 f"Recall was measured up to step {max(probed)}, drift recorded up to step {last.step}: the two may be "
                 "of different runs in one folder."
             )
-        if restore is not None and _differ(drift, restore):
+        if isinstance(restore, RestoreReport) and _differ(drift, restore):
             found.append(
                 "The drift that the restore found is not that of the last recorded step: the best checkpoint was "
                 "loaded at the end, or the report of the restore is of an earlier run in this folder."

@@ -19,6 +19,7 @@ from routeguard.report.words import (
     restoration,
     summary,
 )
+from routeguard.restoration.report import RestoreReport
 
 
 def render_page(run: RunReport) -> str:
@@ -100,7 +101,7 @@ def _held(run: RunReport) -> str:
             for tensor, held, total in layer.tensors
         ]
         parts.append(markup.table(f"Tensors, from {found.source}", ("layer", "tensor", "rows held"), rows, words={1}))
-    if run.restore is not None:
+    if isinstance(run.restore, RestoreReport):
         parts.append(
             markup.table(
                 f"Put back at the end with {run.restore.method}",

@@ -12,6 +12,7 @@ from routeguard.recall.probe_failures import Failure, Failures
 from routeguard.recall.probe_record import read_probe_record
 from routeguard.recall.result import RecallResult
 from routeguard.report.run import Training
+from routeguard.restoration.average_report import AverageReport
 from routeguard.restoration.report import SCHEMA_VERSION, LayerRestore, RestoreReport
 
 if TYPE_CHECKING:
@@ -46,11 +47,15 @@ def read_drift(path: Path) -> DriftReport | None:
     return drift_report(path) if len(lines) > 1 else None
 
 
-def read_restore(path: Path) -> RestoreReport:
-    """The report of a restore. Raises ValueError or KeyError for another schema version or a damaged file."""
+def read_restore(path: Path) -> RestoreReport | AverageReport:
+    """The report of a restore or an average. Raises ValueError or KeyError for another schema or a damaged file."""
     data = json.loads(path.read_text(encoding="utf-8"))
     if data.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"{path} has schema version {data.get('schema_version')}, this reads {SCHEMA_VERSION}")
+    if "alpha" in data:
+        return AverageReport(
+            **{**{k: v for k, v in data.items() if k != "schema_version"}, "notes": tuple(data["notes"])}
+        )
     layers = tuple(LayerRestore(**{**layer, "tensors": tuple(layer["tensors"])}) for layer in data["layers"])
     return RestoreReport(data["method"], data["origin"], layers, tuple(data["notes"]))
 

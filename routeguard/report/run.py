@@ -12,6 +12,7 @@ from routeguard.recall.probe_failures import Failures
 from routeguard.recall.result import RecallResult
 from routeguard.report.coverage import Coverage
 from routeguard.report.environment import Recorded
+from routeguard.restoration.average_report import AverageReport
 from routeguard.restoration.report import RestoreReport
 from routeguard.training.run_state import RunState
 
@@ -57,7 +58,7 @@ class RunReport:
         state: settings of the guard; None where none were written.
         coverage: which tensors and rows were held; None where no file tells.
         drift: the drift record; None without a step.
-        restore: what was put back at the end; None if nothing was.
+        restore: what was put back at the end, or averaged; None if nothing was.
         probed: recall during the run by step.
         probed_restored: recall after a restore at the end, by step.
         failures: measurements during the run that failed.
@@ -75,7 +76,7 @@ class RunReport:
     state: RunState | None
     coverage: Coverage | None
     drift: DriftReport | None
-    restore: RestoreReport | None
+    restore: RestoreReport | AverageReport | None
     probed: Mapping[int, RecallResult]
     probed_restored: Mapping[int, RecallResult]
     failures: Failures

@@ -9,6 +9,7 @@ from typing import TypeVar
 from routeguard.recall.result import Cell, RecallResult
 from routeguard.report.coverage import Coverage
 from routeguard.report.run import RunReport
+from routeguard.restoration.average_report import AverageReport
 from routeguard.routes.describe import format_bytes
 
 T = TypeVar("T")
@@ -49,9 +50,13 @@ def protection(run: RunReport) -> str:
 
 
 def restoration(run: RunReport) -> str:
-    """What was put back at the end, or that nothing was."""
+    """What was put back or averaged at the end, or that nothing was."""
     if run.restore is not None:
         report = run.restore
+        if isinstance(report, AverageReport):
+            return (
+                f"every weight moved {report.alpha:g} of the way back to {report.origin}: {report.num_tensors} tensors"
+            )
         return (
             f"{report.method}: {len(report.tensors)} tensors in {len(report.layers)} layers put back from "
             f"{report.origin}; {format_bytes(report.changed_bytes)} changed"
@@ -95,7 +100,7 @@ def drift_at_end(run: RunReport) -> str:
     means = ", ".join(f"{role} {number(last.of_role(role))}" for role in roles)
     (layer, role), largest = max(last.factors.items(), key=lambda item: item[1])
     top = f"; largest {number(largest)} (layer {layer} {role})" if largest else ""
-    return f"{means}{top}, step {last.step}{', before the restore' if run.restore is not None else ''}"
+    return f"{means}{top}, step {last.step}{', before what was done at the end' if run.restore is not None else ''}"
 
 
 def number(value: float | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -54,16 +53,6 @@ class AverageReport:
         if self.output is not None:
             lines.append(f"wrote {self.output}; the tuned checkpoint is as it was")
         return "\n".join(lines)
-
-
-def checked_alpha(alpha: float) -> float:
-    """A fraction above 0 and at most 1. Raises ValueError for anything else."""
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha) or not 0 < alpha <= 1:
-        raise ValueError(
-            f"alpha={alpha!r} is not a number above 0 and up to 1: the fraction of the way back to the start (0 would "
-            "change nothing, 1 gives the start itself)"
-        )
-    return float(alpha)
 
 
 def without_start(missing: Sequence[str], origin: str, *, insist: bool, total: int) -> tuple[str, ...]:

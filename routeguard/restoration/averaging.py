@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from routeguard.restoration.average_report import AverageReport, checked_alpha, without_start
+from routeguard.protect.modes import checked_alpha
+from routeguard.restoration.average_report import AverageReport, without_start
 from routeguard.restoration.meaning import check_same_meaning, meaning_of
 from routeguard.restoration.methods import interpolated
 from routeguard.restoration.sources import ReferenceSource, Source, as_source
@@ -67,7 +68,7 @@ def _checked(
     """The weights to average, by canonical name, where their start is read, and notes; nothing is changed."""
     weights: dict[str, nn.Parameter] = {}
     for name, weight in model.named_parameters():
-        _refuse_unfit(name, weight)
+        refuse_unfit(name, weight)
         weights[canonical_name(name)] = weight
     source = as_source(reference, model)
     missing = [name for name, weight in weights.items() if source.shapes.get(name) != tuple(weight.shape)]
@@ -84,7 +85,8 @@ def _checked(
     return weights, source, (*notes, *source.notes)
 
 
-def _refuse_unfit(name: str, weight: nn.Parameter) -> None:
+def refuse_unfit(name: str, weight: nn.Parameter) -> None:
+    """Raise ValueError for a weight that cannot be averaged: an adapter's, quantised, split over processes."""
     if ".lora_" in name or "base_layer" in name or "modules_to_save" in name:
         raise ValueError(
             f"the model carries an adapter ({name}). A LoRA that started at zero is averaged by its scale: `with "
@@ -107,13 +109,16 @@ def _average(
     moved = size = 0.0
     num_kept = num_meant = 0
     for name, weight in weights.items():
-        start = source.read(name, None, 0)
-        moved += _squares(weight.detach().cpu().double() - start.double())
-        size += _squares(start.double())
+        start = source.read(name, None, 0).to(weight.device)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        moved += _squares(weight.detach().to(wide) - start.to(wide))
+        size += _squares(start.to(wide))
         new = interpolated(weight.detach(), start, alpha)
         num_kept += new.num_kept
         num_meant += new.num_meant
-        weight.copy_(new.values)
+        weight.copy_(
+            torch.where(weight == start.to(weight.dtype), weight, new.values)
+        )  # what never moved keeps its bits
     return AverageReport(
         alpha=alpha,
         origin=source.origin,
@@ -126,4 +131,4 @@ def _average(
 
 
 def _squares(values: Tensor) -> float:
-    return float(values.square().sum())
+    return float(torch.linalg.vector_norm(values)) ** 2

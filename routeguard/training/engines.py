@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from routeguard.protect.held import Held
-from routeguard.protect.modes import Anchor, Freeze, LowLR, Protection, QKPro, Restoration
+from routeguard.protect.modes import Anchor, AtEnd, Average, Freeze, LowLR, Protection, QKPro
 from routeguard.sharding.whole import is_distributed_tensor
 from routeguard.sharding.zero import zero_optimizer
 
 
-def refuse_unsupported_engine(trainer: Any, protect: Protection, restore: Restoration | None) -> None:
+def refuse_unsupported_engine(trainer: Any, protect: Protection, restore: AtEnd | None) -> None:
     """Raise ValueError for a mode that the trainer's engine cannot carry, whatever the model."""
     engine = sharding_engine(trainer)
     if engine is None:
@@ -20,6 +20,12 @@ def refuse_unsupported_engine(trainer: Any, protect: Protection, restore: Restor
         raise ValueError(
             f"restore='qk_pro' needs whole matrices, which {engine} splits over processes; train with restore='qk', or "
             "restore the saved checkpoint: routeguard restore BASE TUNED --out FIXED --method qk_pro"
+        )
+    if isinstance(restore, Average):
+        raise ValueError(
+            f"restore='average' needs whole weights, which {engine} splits over processes; train with "
+            "RouteGuard(protect='track') and average what was saved: routeguard average BASE TUNED --out FIXED "
+            f"--alpha {restore.alpha:g}"
         )
     if engine == "DeepSpeed":
         _refuse_own_blocks(trainer, protect)

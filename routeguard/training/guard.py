@@ -10,13 +10,15 @@ from transformers import TrainerCallback
 
 from routeguard.protect.modes import (
     Anchor,
+    AtEnd,
+    Average,
     Freeze,
     LowLR,
     Protection,
-    Restoration,
+    as_at_end,
     as_protection,
-    as_restoration,
 )
+from routeguard.protect.recipes import RecipeName, find_recipe
 from routeguard.routes.collection import ROUTING_ROLES, Role, Routes
 from routeguard.training.ending import Ending
 from routeguard.training.engines import refuse_split_rows, refuse_unsupported_engine, sharding_engine
@@ -40,10 +42,13 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
     them back at the end. Prints what it holds before the first step. Needs no change to the model.
 
     Args:
-        protect: `Freeze()` (default), `LowLR(scale)`, `Anchor(strength)`, `Track()`, or "freeze", "low_lr", "anchor",
-            "track".
+        protect: `Freeze()` (None, the default), `LowLR(scale)`, `Anchor(strength)`, `Track()`, or "freeze", "low_lr",
+            "anchor", "track".
         restore: `QKRestore()`, `QKPro(ridge)`, `Interpolate(alpha)`, "qk", "qk_pro", "interpolate", or None
-            (default). The paper's method is `RouteGuard(protect=Track(), restore=QKRestore())`.
+            (default). The paper's method is `RouteGuard(protect=Track(), restore=QKRestore())`. `Average(alpha)` or
+            "average" moves every weight, not only queries and keys; it keeps the whole start on disk.
+        recipe: instead of `protect` and `restore`: "balanced" (`Track()`, `Average(0.1)`), "max_recall" (`Track()`,
+            `Average(0.25)`) or "max_reasoning" (`Track()` alone); docs/evidence has what each was measured to do.
         reference: the start to protect. None (default): the live weights of a fresh run, and on resume the start that
             the run has kept. "start": the live weights when `train()` begins, whatever came before. Or a model, a
             state dict, a checkpoint folder or file, or a guard's sidecar.
@@ -60,9 +65,10 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
 
     def __init__(
         self,
-        protect: str | Protection = "freeze",
-        restore: str | Restoration | None = None,
+        protect: str | Protection | None = None,
+        restore: str | AtEnd | None = None,
         *,
+        recipe: RecipeName | None = None,
         reference: Any = None,
         layers: Iterable[int] | None = None,
         roles: Iterable[Role] = ROUTING_ROLES,
@@ -70,9 +76,16 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         insist: bool = False,
         probe: RecallProbe | None = None,
     ) -> None:
-        self.protect = as_protection(protect)
-        self.restore = as_restoration(restore)
-        if isinstance(self.protect, Freeze) and self.restore is not None:
+        if recipe is not None:
+            if protect is not None or restore is not None:
+                raise ValueError(
+                    f"recipe={recipe!r} chooses protect and restore itself; found protect={protect!r}, "
+                    f"restore={restore!r}. Give the recipe alone, or the two without it"
+                )
+            protect, restore = find_recipe(recipe)
+        self.protect = as_protection("freeze" if protect is None else protect)
+        self.restore = as_at_end(restore)
+        if isinstance(self.protect, Freeze) and not isinstance(self.restore, Average | None):
             raise ValueError(
                 "Freeze() with restore= is meaningless: frozen queries and keys have nothing to be restored from. Use "
                 "RouteGuard() or RouteGuard(protect=Track(), restore=QKRestore())"

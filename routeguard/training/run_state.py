@@ -7,14 +7,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from routeguard.protect.modes import Protection, Restoration
+from routeguard.protect.modes import AtEnd, Protection
 from routeguard.storage.durable import write_json
 
 SCHEMA_VERSION = 1
 FOLDER = "routeguard"  # inside the Trainer's output folder
 STATE_FILE = "routeguard.json"
 REFERENCE_FILE = "reference.safetensors"
+WHOLE_START_FILE = "start.safetensors"  # every weight, kept where the run averages at its end
 DRIFT_FILE = "drift.jsonl"
+RESTORE_FILE = "restore.json"  # what was put back, or averaged, at the end
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class RunState:
         ]
 
 
-def settings(mode: Protection | Restoration | None) -> dict[str, Any] | None:
+def settings(mode: Protection | AtEnd | None) -> dict[str, Any] | None:
     """A mode as plain data."""
     return None if mode is None else {"mode": mode.name, **asdict(mode)}
 

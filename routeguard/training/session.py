@@ -16,9 +16,10 @@ from routeguard.protect.anchor import AnchorPull
 from routeguard.protect.freeze import Frozen
 from routeguard.protect.groups import RoutingGroups
 from routeguard.protect.held import Held, held_parameters
-from routeguard.protect.modes import Anchor, Freeze
+from routeguard.protect.modes import Anchor, Average, Freeze
 from routeguard.protect.optimizers import inner_optimizer
 from routeguard.restoration.reference import save_reference
+from routeguard.restoration.sources import ReferenceSource
 from routeguard.sharding.processes import sum_over_processes
 from routeguard.sharding.split import shards_of
 from routeguard.sharding.zero import is_partitioned, pulls_of
@@ -31,6 +32,7 @@ from routeguard.training.start import Start, find_start
 from routeguard.training.start_values import refuse_nan, start_values
 from routeguard.training.stillness import Stillness
 from routeguard.training.summary import summarise
+from routeguard.training.whole_start import keep_whole_start
 
 if TYPE_CHECKING:
     from routeguard.training.guard import RouteGuard
@@ -94,6 +96,16 @@ class Session:
             kept=kept,
             insist=guard.insist,
         )
+        self.whole_start: ReferenceSource | None = None
+        if isinstance(guard.restore, Average):
+            self.whole_start = keep_whole_start(
+                model,
+                guard.reference,
+                output_dir=Path(output_dir),
+                resumed_from=resumed_from,
+                resumed=resumed,
+                again=kept is not None,
+            )
         self.state = guard.run_state(start.digest, start.origin, start.stage)
         self.starts = start_values(held, start.reference, fresh=not resumed, earlier=start.shards)
         self.start = start if self.shards is None else start.of_shards(self.starts, is_first=is_main)

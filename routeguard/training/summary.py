@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from routeguard.protect.held import Held
-from routeguard.protect.modes import Anchor, Freeze, LowLR, Protection, Restoration
+from routeguard.protect.modes import Anchor, AtEnd, Average, Freeze, LowLR, Protection
 from routeguard.routes.collection import Routes
 from routeguard.routes.describe import format_bytes
 
@@ -14,7 +14,7 @@ def summarise(
     routes: Routes,
     held: Sequence[Held],
     protect: Protection,
-    restore: Restoration | None,
+    restore: AtEnd | None,
     *,
     learning_rate: float,
     copy_bytes: int,
@@ -64,7 +64,7 @@ def summarise(
     return "\n".join(lines)
 
 
-def _action(protect: Protection, restore: Restoration | None, learning_rate: float) -> str:
+def _action(protect: Protection, restore: AtEnd | None, learning_rate: float) -> str:
     if isinstance(protect, Freeze):
         what = "freeze: queries and keys of the full-attention layers keep their bits"
     elif isinstance(protect, LowLR):
@@ -77,4 +77,6 @@ def _action(protect: Protection, restore: Restoration | None, learning_rate: flo
         )
     else:
         what = "track: queries and keys train freely, their drift is logged"
+    if isinstance(restore, Average):
+        return f"{what}; at the end every weight goes {restore.alpha:g} of the way back to its start"
     return what if restore is None else f"{what}; at the end they are restored ({restore.name})"

@@ -131,7 +131,9 @@ ARCHITECTURES = {
     architecture.name: architecture
     for architecture in (
         Architecture("lfm2", "LFM2", "short convolutions", _lfm2, pretrain_steps=2600),
-        Architecture("qwen3_next", "Qwen3-Next", "gated delta rule", _qwen3_next, pretrain_steps=1300),
+        Architecture(
+            "qwen3_next", "Qwen3-Next", "gated delta rule", _qwen3_next, pretrain_steps=1300, fine_tune_rate=1e-3
+        ),
         Architecture("bamba", "Bamba", "Mamba-2", _bamba, fine_tune_steps=400, fine_tune_rate=1e-3),
         Architecture("gemma3", "Gemma-3", f"sliding attention over {WINDOW} tokens", _gemma3, pretrain_steps=3000),
         Architecture(

@@ -1,0 +1,80 @@
+"""The whole start of a run that averages at its end: kept on disk, since it is as large as the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from routeguard.protect.modes import Average
+from routeguard.restoration.average_report import AverageReport
+from routeguard.restoration.averaging import average, refuse_unfit
+from routeguard.restoration.sources import ReferenceSource
+from routeguard.routes.names import canonical_name
+from routeguard.sharding.processes import from_the_first, in_several_processes, is_first_process
+from routeguard.storage.durable import written_beside
+from routeguard.training.run_state import FOLDER, WHOLE_START_FILE
+
+
+def keep_whole_start(
+    model: nn.Module, wanted: Any, *, output_dir: Path, resumed_from: Path | None, resumed: bool, again: bool
+) -> ReferenceSource:
+    """Where the start of every weight can be read when training ends.
+
+    Args:
+        model: the model, before its first step.
+        wanted: the guard's `reference`, which then has to hold every weight; None or "start": the live weights, written
+            to `OUTPUT/routeguard/start.safetensors` by the first process.
+        output_dir, resumed_from: folders of the run, and of the checkpoint that it goes on from.
+        resumed: the run goes on; the file that it kept is the start.
+        again: this is a further `train()` of the same model, whose first start is kept.
+
+    Raises:
+        ValueError: adapters, quantised or split weights; a resumed run whose file is gone.
+    """
+    for name, parameter in model.named_parameters():
+        refuse_unfit(name, parameter)
+    if wanted is not None and not (isinstance(wanted, str) and wanted == "start"):
+        source: ReferenceSource = wanted
+        return source
+    folders = [output_dir, *([resumed_from, resumed_from.parent] if resumed_from else [])]
+    kept = next((f for folder in folders if (f := folder / FOLDER / WHOLE_START_FILE).is_file()), None)
+    if resumed or again:
+        found = from_the_first(None if kept is None else str(kept))
+        if found is None:
+            raise ValueError(
+                f"the start that the run averages with is gone: no {FOLDER}/{WHOLE_START_FILE} in "
+                f"{', '.join(map(str, folders))}. Give reference=PATH of the original model"
+            )
+        return str(found)
+    file = output_dir / FOLDER / WHOLE_START_FILE
+    if is_first_process():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {canonical_name(n): p.detach().to("cpu", copy=True).contiguous() for n, p in model.named_parameters()}
+        with written_beside(file) as beside:
+            save_file(tensors, beside, metadata={"format": "pt"})
+    written: str = from_the_first(str(file))
+    return written
+
+
+@torch.no_grad()
+def average_at_end(model: nn.Module, start: ReferenceSource, mode: Average) -> AverageReport:
+    """Average in the first process, which has the start and saves the model; the others are sent the result."""
+    if not in_several_processes():
+        return average(model, start, mode.alpha)
+    report, failure = None, ""
+    if is_first_process():
+        try:
+            report = average(model, start, mode.alpha)
+        except ValueError as error:
+            failure = str(error)
+    failure = from_the_first(failure)
+    if failure:
+        raise ValueError(failure)
+    for parameter in model.parameters():
+        torch.distributed.broadcast(parameter.data, src=0)
+    result: AverageReport = from_the_first(report)
+    return result
