@@ -2,10 +2,11 @@
 
     python -m benchmarks.state_transition [--lengths 2048 8192 32768] [--threads 1]
 
-A random Llama in memory has a prompt of 256 tokens and steps of 64. The floor is the same model unconverted, with keys and
-values of as many tokens. Timed are whole steps, token by token, both models in turn; what was before is not generated: our
-cache reads its steps in pieces, and the base's is filled with random keys and values, which cost what others would. With
-one thread, times are processor time, so that a busy machine counts for less. All numbers are ratios to the floor.
+A random Llama in memory has a prompt of 256 tokens and steps of 64. The floor is the same model unconverted, with keys
+and values of as many tokens. Timed are whole steps, token by token, both models in turn. What was before is not
+generated: our cache reads its steps in pieces, and the base's is filled with random keys and values, which cost what
+others would. With one thread, times are processor time, so that a busy machine counts for less. All numbers are ratios
+to the floor.
 """
 
 from __future__ import annotations
