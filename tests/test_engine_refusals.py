@@ -9,14 +9,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from routeguard import Anchor, Freeze, LowLR, QKPro, QKRestore, Track
+from routeguard import Anchor, Average, Freeze, LowLR, QKPro, QKRestore, Track
 from routeguard.protect.held import held_parameters
 from routeguard.routes.find import find_routes
 from routeguard.training.engines import (
+    engine_of,
     refuse_split_rows,
     refuse_unread_masters,
     refuse_unsupported_engine,
-    sharding_engine,
 )
 from tests.loops import tiny
 
@@ -35,7 +35,8 @@ def trainer(engine: str | None, *, use_orig_params: bool = True, **deepspeed: An
 
 @pytest.mark.parametrize("engine", [None, "FSDP1", "FSDP2", "DeepSpeed"])
 def test_the_engine_is_named(engine: str | None) -> None:
-    assert sharding_engine(trainer(engine)) == engine
+    found = engine_of(trainer(engine))
+    assert (None if found is None else found.name) == engine
 
 
 def test_a_model_that_transformers_has_split_is_noticed() -> None:
@@ -44,9 +45,10 @@ def test_a_model_that_transformers_has_split_is_noticed() -> None:
 
     theirs = trainer(None)
     theirs.model = SimpleNamespace(parameters=lambda: [torch.zeros(1), torch.zeros(1).as_subclass(Split)])
-    assert sharding_engine(theirs) == "tensor parallelism"
+    found = engine_of(theirs)
+    assert found is not None and found.name == "tensor parallelism"
     with pytest.raises(ValueError, match="whole matrices, which tensor parallelism splits"):
-        refuse_unsupported_engine(theirs, Track(), QKPro())
+        refuse_unsupported_engine(found, Track(), QKPro())
 
 
 def test_masters_that_are_not_in_this_runs_optimizer() -> None:
@@ -66,18 +68,20 @@ def test_masters_that_are_not_in_this_runs_optimizer() -> None:
         ("FSDP1", Track(), QKRestore(), "with restore"),
         ("DeepSpeed", Track(), QKPro(), "whole matrices"),
         ("FSDP2", Track(), QKPro(), "whole matrices"),
+        ("FSDP2", Track(), Average(0.2), r"routeguard average BASE TUNED --out FIXED --alpha 0\.2"),
+        ("DeepSpeed", Track(), Average(), "whole weights"),
     ],
 )
 def test_modes_that_an_engine_cannot_carry(engine: str, protect: Any, restore: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        refuse_unsupported_engine(trainer(engine), protect, restore)
-    refuse_unsupported_engine(trainer(None), protect, restore)
+        refuse_unsupported_engine(engine_of(trainer(engine)), protect, restore)
+    refuse_unsupported_engine(engine_of(trainer(None)), protect, restore)
 
 
 def test_fsdp1_needs_the_original_parameters() -> None:
     with pytest.raises(ValueError, match="use_orig_params"):
-        refuse_unsupported_engine(trainer("FSDP1", use_orig_params=False), Freeze(), None)
-    refuse_unsupported_engine(trainer("FSDP1"), Freeze(), None)
+        refuse_unsupported_engine(engine_of(trainer("FSDP1", use_orig_params=False)), Freeze(), None)
+    refuse_unsupported_engine(engine_of(trainer("FSDP1")), Freeze(), None)
 
 
 @pytest.mark.parametrize(
@@ -95,10 +99,10 @@ def test_blocks_of_a_deepspeed_config_that_take_routing_over(protect: Any, block
     theirs = trainer("DeepSpeed", **{block: {"type": "any"}})
     if refused:
         with pytest.raises(ValueError, match=f"its own '{block}' block"):
-            refuse_unsupported_engine(theirs, protect, None)
+            refuse_unsupported_engine(engine_of(theirs), protect, None)
     else:
-        refuse_unsupported_engine(theirs, protect, None)
-    refuse_unsupported_engine(trainer("DeepSpeed"), protect, None)
+        refuse_unsupported_engine(engine_of(theirs), protect, None)
+    refuse_unsupported_engine(engine_of(trainer("DeepSpeed")), protect, None)
 
 
 @pytest.mark.parametrize(
@@ -120,15 +124,15 @@ def test_rows_beside_others(engine: str | None, protect: Any, refused: bool) -> 
         held = held_parameters(model, find_routes(model))
         if refused and has_rows:
             with pytest.raises(ValueError, match="routing rows beside others"):
-                refuse_split_rows(trainer(engine), protect, held)
+                refuse_split_rows(engine_of(trainer(engine)), protect, held)
         else:
-            refuse_split_rows(trainer(engine), protect, held)
+            refuse_split_rows(engine_of(trainer(engine)), protect, held)
 
 
 def test_drift_of_adapters_inside_shards() -> None:
     model = get_peft_model(tiny("lfm2"), LoraConfig(r=2, target_modules=["q_proj"]))
     held = held_parameters(model, find_routes(model))
     with pytest.raises(ValueError, match="is an adapter"):
-        refuse_split_rows(trainer("FSDP2"), Track(), held)
-    refuse_split_rows(trainer("FSDP2"), Freeze(), held)
-    refuse_split_rows(trainer(None), Track(), held)
+        refuse_split_rows(engine_of(trainer("FSDP2")), Track(), held)
+    refuse_split_rows(engine_of(trainer("FSDP2")), Freeze(), held)
+    refuse_split_rows(engine_of(trainer(None)), Track(), held)

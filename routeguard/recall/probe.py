@@ -21,7 +21,7 @@ from routeguard.recall.quiet import undisturbed, unwrapped
 from routeguard.recall.registry import find_tasks
 from routeguard.recall.result import RecallResult
 from routeguard.recall.task import Task
-from routeguard.training.engines import sharding_engine
+from routeguard.training.engines import engine_of, refuse_probing
 from routeguard.training.trainer_access import find_trainer, holds
 
 PROBE_TASKS = ("niah_single_3", "niah_multikey_2")
@@ -118,11 +118,7 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer = find_trainer(self) or self._trainer
-        engine = None if self._trainer is None else sharding_engine(self._trainer)
-        if engine is not None:
-            raise ValueError(
-                f"RecallProbe is not supported under {engine} in this version: parameters are sharded there"
-            )
+        refuse_probing(None if self._trainer is None else engine_of(self._trainer))
         if self.action == "stop" and self.max_drop is not None and getattr(args, "world_size", 1) > 1:
             raise ValueError("RecallProbe(action='stop') is not supported with several processes; use action='warn'")
         if not state.is_world_process_zero:

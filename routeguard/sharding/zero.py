@@ -114,6 +114,11 @@ def pulls_of(shards: Sequence[Shard], starts: dict[str, Tensor]) -> Callable[[Te
     return lambda flat: parts.get(flat.untyped_storage().data_ptr(), [])
 
 
+def refuse_masters_on_disk(name: str) -> None:
+    """Raise ValueError: ZeRO keeps the float32 masters of this trained parameter on disk."""
+    raise ValueError(f"the masters of {name} are swapped out to disk; routeguard needs them in memory")
+
+
 def _stages_1_and_2(held: Held) -> tuple[Tensor, int, int]:
     """(the stretch of the masters, where it begins in the flattened parameter, processes that share it out)."""
     parameter: Any = held.parameter
@@ -136,7 +141,7 @@ def _stage_3(held: Held) -> tuple[Tensor, int, int]:
         local = parameter.ds_tensor.detach()
     else:
         if zero.swap_optimizer:
-            raise ValueError(f"the masters of {held.name} are swapped out to disk; routeguard needs them in memory")
+            refuse_masters_on_disk(held.name)
         at, begins, _ = zero.grad_position[zero.get_param_id(parameter)]
         local = zero.fp32_partitioned_groups_flat[at].detach().narrow(0, begins, stretch)
     return local[:count], offset, size

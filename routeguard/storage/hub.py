@@ -21,14 +21,15 @@ def local_folder(place: str | Path) -> Path:
         return path
     if not _MODEL_ID.match(str(place)):
         raise ValueError(f"{place} does not exist")
+    cached = cached_folder(place)
+    if cached is not None:
+        try:
+            safetensors_files(cached)  # a snapshot may hold only the config and the tokenizer
+            return cached
+        except ValueError:
+            pass
     from huggingface_hub import snapshot_download
 
-    try:
-        cached = Path(snapshot_download(str(place), allow_patterns=_NEEDED, local_files_only=True))
-        safetensors_files(cached)  # a snapshot may hold only the config and the tokenizer
-        return cached
-    except (OSError, ValueError):  # not cached, or not all of it
-        pass
     try:
         return Path(snapshot_download(str(place), allow_patterns=_NEEDED))
     except Exception as error:
@@ -37,3 +38,21 @@ def local_folder(place: str | Path) -> Path:
             f"{place} does not exist as a path, and as a model id of the Hub it is not in the cache and could not be "
             f"downloaded: {reason}"
         ) from error
+
+
+def cached_folder(place: str | Path) -> Path | None:
+    """The path itself if it exists, or what the local cache has of a Hub model id; None for neither. Downloads nothing.
+
+    A cached snapshot may lack the weights.
+    """
+    path = Path(place)
+    if path.exists():
+        return path
+    if not _MODEL_ID.match(str(place)):
+        return None
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(place), allow_patterns=_NEEDED, local_files_only=True))
+    except (OSError, ValueError):
+        return None

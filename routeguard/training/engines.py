@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from routeguard.protect.held import Held
 from routeguard.protect.modes import Anchor, AtEnd, Average, Freeze, LowLR, Protection, QKPro
@@ -11,25 +12,54 @@ from routeguard.sharding.whole import is_distributed_tensor
 from routeguard.sharding.zero import zero_optimizer
 
 
-def refuse_unsupported_engine(trainer: Any, protect: Protection, restore: AtEnd | None) -> None:
-    """Raise ValueError for a mode that the trainer's engine cannot carry, whatever the model."""
-    engine = sharding_engine(trainer)
+@dataclass(frozen=True)
+class Engine:
+    """What splits a model's parameters over processes, and what of its settings decides which modes it carries.
+
+    Attributes:
+        name: "tensor parallelism" is the one that transformers does itself.
+        own_blocks: names of the blocks in a DeepSpeed config.
+        use_orig_params: FSDP1's setting of that name.
+    """
+
+    name: Literal["DeepSpeed", "FSDP1", "FSDP2", "tensor parallelism"]
+    own_blocks: frozenset[str] = frozenset()
+    use_orig_params: bool = True
+
+
+def engine_of(trainer: Any) -> Engine | None:
+    """What splits the parameters of a Trainer's model; None for one device, and for DDP."""
+    if getattr(trainer, "is_deepspeed_enabled", False):
+        config = getattr(trainer.accelerator.state.deepspeed_plugin, "deepspeed_config", {})
+        return Engine("DeepSpeed", own_blocks=frozenset(config))
+    if not getattr(trainer, "is_fsdp_enabled", False):
+        model = getattr(trainer, "model", None)
+        split = model is not None and any(is_distributed_tensor(parameter) for parameter in model.parameters())
+        return Engine("tensor parallelism") if split else None
+    plugin = trainer.accelerator.state.fsdp_plugin
+    if getattr(plugin, "fsdp_version", 1) == 2:
+        return Engine("FSDP2")
+    return Engine("FSDP1", use_orig_params=bool(getattr(plugin, "use_orig_params", True)))
+
+
+def refuse_unsupported_engine(engine: Engine | None, protect: Protection, restore: AtEnd | None) -> None:
+    """Raise ValueError for a mode that an engine cannot carry, whatever the model."""
     if engine is None:
         return
     if isinstance(restore, QKPro):
         raise ValueError(
-            f"restore='qk_pro' needs whole matrices, which {engine} splits over processes; train with restore='qk', or "
-            "restore the saved checkpoint: routeguard restore BASE TUNED --out FIXED --method qk_pro"
+            f"restore='qk_pro' needs whole matrices, which {engine.name} splits over processes; train with "
+            "restore='qk', or restore the saved checkpoint: routeguard restore BASE TUNED --out FIXED --method qk_pro"
         )
     if isinstance(restore, Average):
         raise ValueError(
-            f"restore='average' needs whole weights, which {engine} splits over processes; train with "
+            f"restore='average' needs whole weights, which {engine.name} splits over processes; train with "
             "RouteGuard(protect='track') and average what was saved: routeguard average BASE TUNED --out FIXED "
             f"--alpha {restore.alpha:g}"
         )
-    if engine == "DeepSpeed":
-        _refuse_own_blocks(trainer, protect)
-    if engine != "FSDP1":
+    if engine.name == "DeepSpeed":
+        _refuse_own_blocks(engine, protect)
+    if engine.name != "FSDP1":
         return
     if not isinstance(protect, Freeze) or restore is not None:
         raise ValueError(
@@ -37,46 +67,52 @@ def refuse_unsupported_engine(trainer: Any, protect: Protection, restore: AtEnd 
             "(parameters are flattened there); use RouteGuard() (freeze) and restore the saved checkpoint afterwards, "
             "or train with FSDP2 (fsdp_version: 2)"
         )
-    if not trainer.accelerator.state.fsdp_plugin.use_orig_params:
+    if not engine.use_orig_params:
         raise ValueError(
             "FSDP1 without use_orig_params flattens frozen and trainable parameters into one; set "
             "fsdp_config={'use_orig_params': True}, or use FSDP2 (fsdp_version: 2)"
         )
 
 
-def _refuse_own_blocks(trainer: Any, protect: Protection) -> None:
+def _refuse_own_blocks(engine: Engine, protect: Protection) -> None:
     """Raise ValueError for blocks of a DeepSpeed config that would take routing's groups or rates away."""
-    config = getattr(trainer.accelerator.state.deepspeed_plugin, "deepspeed_config", {})
-    if isinstance(protect, (LowLR, Anchor)) and "optimizer" in config:
+    if isinstance(protect, (LowLR, Anchor)) and "optimizer" in engine.own_blocks:
         raise ValueError(
             f"the DeepSpeed config has its own 'optimizer' block, so DeepSpeed makes the optimizer and {protect.name} "
             "cannot give routing a group of its own; remove the block (TrainingArguments then choose the optimizer)"
         )
-    if isinstance(protect, LowLR) and "scheduler" in config:
+    if isinstance(protect, LowLR) and "scheduler" in engine.own_blocks:
         raise ValueError(
             "the DeepSpeed config has its own 'scheduler' block, which sets the rate of every group alike and would "
             "undo LowLR; remove the block (TrainingArguments then choose the schedule)"
         )
 
 
-def refuse_split_rows(trainer: Any, protect: Protection, held: Sequence[Held]) -> None:
+def refuse_split_rows(engine: Engine | None, protect: Protection, held: Sequence[Held]) -> None:
     """Raise ValueError where an engine that shards parameters cannot carry a mode on this model's tensors."""
-    engine = sharding_engine(trainer)
     if engine is None:
         return
     rows = [h.name for h in held if h.rows is not None and h.trainable]
-    if rows and (engine == "FSDP1" or isinstance(protect, (LowLR, Anchor))):
+    if rows and (engine.name == "FSDP1" or isinstance(protect, (LowLR, Anchor))):
         raise ValueError(
             f"{rows[0]} (and {len(rows) - 1} more) holds routing rows beside others, which {protect.name} cannot treat "
-            f"apart inside {engine}'s shards; use RouteGuard() (freeze) under FSDP2 or DeepSpeed, or train without "
-            "sharding"
+            f"apart inside {engine.name}'s shards; use RouteGuard() (freeze) under FSDP2 or DeepSpeed, or train "
+            "without sharding"
         )
     adapters = [h.name for h in held if h.part != "base"]
     if adapters and not isinstance(protect, Freeze):
         raise ValueError(
             f"{adapters[0]} (and {len(adapters) - 1} more) is an adapter, whose drift cannot be measured inside "
-            f"{engine}'s shards; use RouteGuard() (freeze), adapters beside queries and keys (routeguard.lora_config), "
-            "or DDP"
+            f"{engine.name}'s shards; use RouteGuard() (freeze), adapters beside queries and keys "
+            "(routeguard.lora_config), or DDP"
+        )
+
+
+def refuse_probing(engine: Engine | None) -> None:
+    """Raise ValueError for an engine under which `RecallProbe` cannot measure."""
+    if engine is not None:
+        raise ValueError(
+            f"RecallProbe is not supported under {engine.name} in this version: parameters are sharded there"
         )
 
 
@@ -89,18 +125,12 @@ def refuse_unread_masters(trainer: Any, optimizer: Any) -> None:
             "a second train() of one Trainer under DeepSpeed: its engine still has the first one's optimizer, and "
             "transformers cannot step it again. Make a new Trainer, with a model of its own, for the second training"
         )
+    refuse_masters_without_zero()
+
+
+def refuse_masters_without_zero() -> None:
+    """Raise ValueError: 16-bit DeepSpeed of stage 0, whose float32 masters are nowhere that routeguard reads."""
     raise ValueError(
         "DeepSpeed keeps float32 masters here without ZeRO (stage 0 in 16 bits), which routeguard does not read; use "
         "ZeRO stage 1, 2 or 3"
     )
-
-
-def sharding_engine(trainer: Any) -> str | None:
-    """What splits the parameters: "DeepSpeed", "FSDP1", "FSDP2", "tensor parallelism" (by transformers), or None."""
-    if getattr(trainer, "is_deepspeed_enabled", False):
-        return "DeepSpeed"
-    if not getattr(trainer, "is_fsdp_enabled", False):
-        model = getattr(trainer, "model", None)
-        split = model is not None and any(is_distributed_tensor(parameter) for parameter in model.parameters())
-        return "tensor parallelism" if split else None
-    return "FSDP2" if getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1) == 2 else "FSDP1"

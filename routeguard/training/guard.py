@@ -11,17 +11,14 @@ from transformers import TrainerCallback
 from routeguard.protect.modes import (
     Anchor,
     AtEnd,
-    Average,
     Freeze,
     LowLR,
     Protection,
-    as_at_end,
-    as_protection,
 )
-from routeguard.protect.recipes import RecipeName, find_recipe
+from routeguard.protect.recipes import RecipeName, choose
 from routeguard.routes.collection import ROUTING_ROLES, Role, Routes
 from routeguard.training.ending import Ending
-from routeguard.training.engines import refuse_split_rows, refuse_unsupported_engine, sharding_engine
+from routeguard.training.engines import engine_of, refuse_split_rows, refuse_unsupported_engine
 from routeguard.training.protector import Protector
 from routeguard.training.rewriters import refuse_bema_beside_frozen
 from routeguard.training.run_state import RunState, settings, write_state
@@ -76,20 +73,7 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         insist: bool = False,
         probe: RecallProbe | None = None,
     ) -> None:
-        if recipe is not None:
-            if protect is not None or restore is not None:
-                raise ValueError(
-                    f"recipe={recipe!r} chooses protect and restore itself; found protect={protect!r}, "
-                    f"restore={restore!r}. Give the recipe alone, or the two without it"
-                )
-            protect, restore = find_recipe(recipe)
-        self.protect = as_protection("freeze" if protect is None else protect)
-        self.restore = as_at_end(restore)
-        if isinstance(self.protect, Freeze) and not isinstance(self.restore, Average | None):
-            raise ValueError(
-                "Freeze() with restore= is meaningless: frozen queries and keys have nothing to be restored from. Use "
-                "RouteGuard() or RouteGuard(protect=Track(), restore=QKRestore())"
-            )
+        self.protect, self.restore = choose(protect, restore, recipe)
         self.reference = reference
         self.layers = None if layers is None else tuple(layers)
         self.roles: tuple[Role, ...] = (roles,) if isinstance(roles, str) else tuple(roles)  # type: ignore[assignment]
@@ -133,8 +117,9 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
             others = [c for c in trainer.callback_handler.callbacks if isinstance(c, RouteGuard) and c is not self]
             if others:
                 raise ValueError("this Trainer already has a RouteGuard; give one guard all the settings")
-            refuse_unsupported_engine(trainer, self.protect, self.restore)
-            refuse_split_rows(trainer, self.protect, self._protector.find(model))
+            engine = engine_of(trainer)
+            refuse_unsupported_engine(engine, self.protect, self.restore)
+            refuse_split_rows(engine, self.protect, self._protector.find(model))
             self._own_optimizer = trainer.optimizer is not None
             if self._own_optimizer:
                 self._refuse_scheduled_optimizer(trainer)
@@ -235,7 +220,8 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
             self._protector.refuse_unfrozen()
             refuse_bema_beside_frozen(trainer, frozen)
             frozen.hold_rows()
-            if sharding_engine(trainer) == "FSDP1":
+            engine = engine_of(trainer)
+            if engine is not None and engine.name == "FSDP1":
                 print(f"routeguard: {len(frozen.whole)} routing tensors frozen; drift is not logged here", flush=True)
                 return
         assert self._protector.model is not None

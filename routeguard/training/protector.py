@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from routeguard.protect.anchor import anchored
@@ -107,10 +108,15 @@ class Protector:
 def _refuse_quantised_full_fine_tuning(model: nn.Module, routes: Routes, held: list[Held]) -> None:
     names = quantised_routes(model, routes)
     if names and not any(h.part != "base" for h in held) and not _has_adapters(model):
-        raise ValueError(
-            f"{names[0]} (and {len(names) - 1} more routing tensors) is stored quantised and there is no adapter: full "
-            "fine-tuning cannot train or protect quantised weights. Add a LoRA adapter, or load the model unquantised"
-        )
+        refuse_quantised_without_adapter(names)
+
+
+def refuse_quantised_without_adapter(names: Sequence[str]) -> None:
+    """Raise ValueError: these routing tensors are quantised, and nothing else of the model is trained."""
+    raise ValueError(
+        f"{names[0]} (and {len(names) - 1} more routing tensors) is stored quantised and there is no adapter: full "
+        "fine-tuning cannot train or protect quantised weights. Add a LoRA adapter, or load the model unquantised"
+    )
 
 
 def _has_adapters(model: nn.Module) -> bool:
