@@ -81,7 +81,7 @@ def _shown(path: Path) -> str:
 
 def _listing(folder: str) -> str:
     """The files and folders in a folder, with the first line of what each says it is."""
-    lines = [f"# {folder.removeprefix('docs/')}\n"]
+    lines = [f"# {folder.removeprefix('docs/').capitalize()}\n"]
     for path in sorted((ROOT / folder).iterdir()):
         if path.name.startswith((".", "_")):
             continue
