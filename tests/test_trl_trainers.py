@@ -153,8 +153,9 @@ def test_an_adapter_beside_a_reference_adapter(trained: Run, mode: str, case: st
     """TRL switches adapters at every step for the reference policy, and with that makes all of one trainable."""
     guarded = trained(adapted(case), tmp_path / "guarded", MODES[mode]())
     free = trained(adapted(case), tmp_path / "free", RouteGuard(Track()))
-    assert set(guarded.model.peft_config) == {"default", "ref"}
-    assert sum(delta.any().item() for delta in deltas(free.model).values()) == len(deltas(free.model)) / 2
+    adapters = set(guarded.model.peft_config)
+    assert adapters in ({"default", "ref"}, {"default"})  # TRL before 1 switches the only adapter off instead
+    assert sum(delta.any().item() for delta in deltas(free.model).values()) == len(deltas(free.model)) / len(adapters)
     moved = any(delta.any() for delta in deltas(guarded.model).values())
     assert moved == (mode in ("low_lr", "anchor"))
     if mode == "restored":
