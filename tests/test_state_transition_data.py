@@ -66,6 +66,45 @@ def test_steps_begin_at_transition_words() -> None:
     assert all(len(s.split()) <= 12 or len(sentences(s)) == 1 for s in cut)
 
 
+CHINESE = (
+    "我们需要求出前两个数的和。七加五等于十二。等等，题目说的是“乘积”！所以应该是七乘五，等于3.5乘10，也就是三十五。"
+    "\n2、接下来检查一下：35除以7等于5？没错。“等一下。”他说。其实可以直接得出答案"
+)
+
+
+def test_sentences_of_scripts_without_blanks() -> None:
+    found = sentences(CHINESE)
+    assert "".join(CHINESE[s.start : s.stop] for s in found) == CHINESE
+    assert [CHINESE[s.word_start : s.word_start + 2] for s in found] == [
+        *("我们", "七加", "等等", "所以", "接下", "没错", "“等", "他说", "其实"),
+    ]
+    assert [s.start for s in found][4] == CHINESE.index("2、")  # the number belongs to its sentence
+    assert found[0].num_words == 12 and [s.num_words for s in sentences("One two. 三四五。")] == [2, 3]
+    mixed = sentences("令x=3.5，见https://a.b/c.d?e。因此OK. So it is！はい。そうです")
+    assert [s.first_word for s in mixed] == ["令", "因", "so", "は", "そ"]
+
+
+def test_chinese_steps_begin_at_transition_words() -> None:
+    steps = segment_steps(CHINESE, min_words=5)
+    assert "".join(steps) == CHINESE
+    assert [step.lstrip()[:3] for step in steps] == ["我们需", "等等，", "所以应", "2、接", "“等一", "其实可"]
+    assert len(segment_steps(CHINESE, words=["wait"], min_words=5, max_words=500)) == 1  # control
+    cut = segment_steps(CHINESE, words=["wait"], min_words=1, max_words=20)
+    assert "".join(cut) == CHINESE and len(cut) > 3
+    found = segment_steps("先看第一步再说话。等于七的数有很多个。等等再看看。", words=["等等"], min_words=1)
+    assert found == ["先看第一步再说话。等于七的数有很多个。", "等等再看看。"]
+
+
+def test_chinese_transition_words_are_the_tokenizers() -> None:
+    tokenizer = fresh_tokenizer()
+    tokenizer.add_tokens(["所以", "等等"])
+    model = tiny_llama(tokenizer)
+    text = "七加五是十二。所以对了。等等，不对。所以再看。1. 等等。"
+    found = transition_words(model, tokenizer, [text], min_count=2, share=1.0)
+    assert {w.word: w.count for w in found.chosen} == {"所以": 2, "等等": 2}
+    assert len(segment_steps(text, words=found.words, min_words=1)) == 5
+
+
 @pytest.mark.parametrize(
     ("trace", "options", "message"),
     [
@@ -138,6 +177,8 @@ def test_patterns_are_clusters_by_direction() -> None:
     assert np.array_equal(patterns.of(vectors), patterns.labels)
     assert np.allclose(np.linalg.norm(patterns.centers, axis=1), 1, atol=1e-5)
     assert "3 thinking patterns over 90 steps" in str(patterns)
+    with pytest.raises(ValueError, match=r"made from embeddings of width 6, these have the shape \(90, 5\)"):
+        patterns.of(vectors[:, :5])
     with pytest.raises(ValueError, match="91 patterns were asked for and there are 90 steps"):
         cluster_patterns(vectors, num_patterns=91)
 
@@ -230,6 +271,10 @@ def test_datasets_that_cannot_be_marked() -> None:
         mark_steps(rows(), tokenizer, marks, max_step_tokens=9)
     with pytest.raises(ValueError, match="has no rows"):
         mark_steps(Dataset.from_dict({"completion": []}), tokenizer, marks)
+    with pytest.raises(
+        ValueError, match=r"the tokenizer reads '<\|step_0\|>' as .* give it the step tokens by add_step"
+    ):
+        mark_steps(rows(), fresh_tokenizer(), marks)
     again = mark_steps(rows(), tokenizer, marks).dataset
     with pytest.raises(ValueError, match="holds the step tokens"):
         mark_steps(again, tokenizer, marks)
@@ -239,6 +284,9 @@ def test_datasets_that_cannot_be_marked() -> None:
     other = Patterns(np.eye(3, 32, dtype=np.float32), np.zeros(0, dtype=np.int64))
     with pytest.raises(ValueError, match="3 patterns do not fit 2 start tokens"):
         mark_steps(rows(), tokenizer, several, model=tiny_llama(tokenizer), patterns=other)
+    wide = Patterns(np.eye(2, 48, dtype=np.float32), np.zeros(0, dtype=np.int64))
+    with pytest.raises(ValueError, match="embeddings of width 48"):
+        mark_steps(rows(), tokenizer, several, model=tiny_llama(tokenizer), patterns=wide)
 
 
 def test_marks_leave_the_tokens_of_the_text_alone() -> None:

@@ -98,8 +98,8 @@ def mark_steps(
         answer_after: what ends the reasoning; it becomes part of the last step.
         seed: of the clustering.
 
-    Raises ValueError for a missing column, a trace without words (the row is named), steps that are too long, step
-    tokens that stand in a text already, and several start tokens without a model.
+    Raises ValueError for a missing column, a tokenizer without the step tokens, a trace without words (the row is
+    named), steps that are too long, step tokens that stand in a text already, and several start tokens without a model.
     """
     names = dataset.column_names
     if isinstance(names, dict):
@@ -107,6 +107,7 @@ def mark_steps(
     names = list(names or [])
     if column not in names:
         raise ValueError(f"the dataset has no column {column!r}; there are {names}")
+    marks.check(tokenizer)
     several = len(marks.starts) > 1
     if several and model is None:
         raise ValueError(f"{len(marks.starts)} start tokens need a model that embeds the steps: model=")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from routeguard.diagnostics.plots import COLOURS, finish, new_figure, tidy
 from routeguard.recall.quiet import undisturbed
-from routeguard.state_transition.segment import sentences
+from routeguard.state_transition.segment import normal, sentences, stands_alone
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -84,6 +84,8 @@ def transition_words(
 ) -> TransitionWords:
     """Find a model's transition words: those that begin sentences and that it predicts with high entropy.
 
+    Where a script has no blanks, the sentence's first token is taken for a word.
+
     Args:
         model: a causal language model; read without gradients and left as it was.
         tokenizer: a fast one (it must say where tokens stand in the text).
@@ -106,10 +108,12 @@ def transition_words(
         total += float(entropies.sum())
         num_tokens += len(entropies)
         for sentence in sentences(trace)[1:]:
-            begin = sentence.start
-            place = starts.get(begin)
-            if place is not None and sentence.first_word:
-                sums.setdefault(sentence.first_word, []).append(float(entropies[place]))
+            place, stop = starts.get(sentence.word_start, (None, 0))
+            word = sentence.first_word
+            if stands_alone(word):  # no blanks tell where a word ends, the tokenizer may
+                word = normal(trace[sentence.word_start : stop])
+            if place is not None and word:
+                sums.setdefault(word, []).append(float(entropies[place]))
                 num_sentences += 1
     frequent = [WordEntropy(word, len(v), sum(v) / len(v)) for word, v in sums.items() if len(v) >= min_count]
     if not frequent:
@@ -124,8 +128,8 @@ def transition_words(
 
 
 @torch.no_grad()
-def _entropies(model: Any, tokenizer: Any, text: str, max_tokens: int) -> tuple[Tensor, dict[int, int]]:
-    """Entropy of the prediction before each token but the first, and which of them is the first of a word, by place."""
+def _entropies(model: Any, tokenizer: Any, text: str, max_tokens: int) -> tuple[Tensor, dict[int, tuple[int, int]]]:
+    """Entropy of the prediction before each token but the first; by place, which begins there and where it stops."""
     try:
         encoded = tokenizer(text, return_offsets_mapping=True, truncation=True, max_length=max_tokens)
     except NotImplementedError as error:
@@ -138,9 +142,9 @@ def _entropies(model: Any, tokenizer: Any, text: str, max_tokens: int) -> tuple[
     for part in logits.split(256):
         logs = torch.log_softmax(part.float(), -1)
         entropies.append(-(logs.exp() * logs).sum(-1))
-    starts: dict[int, int] = {}
+    starts: dict[int, tuple[int, int]] = {}
     for index, (start, stop) in enumerate(encoded["offset_mapping"]):
         if index and text[start:stop].strip():
             blank = len(text[start:stop]) - len(text[start:stop].lstrip())
-            starts.setdefault(start + blank, index - 1)
+            starts.setdefault(start + blank, (index - 1, stop))
     return torch.cat(entropies).cpu() if entropies else torch.zeros(0), starts

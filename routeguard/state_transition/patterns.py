@@ -32,7 +32,12 @@ class Patterns:
         return len(self.centers)
 
     def of(self, embeddings: NDArray[np.float32]) -> NDArray[np.int64]:
-        """The nearest pattern of each embedding [steps, width], by cosine."""
+        """The nearest pattern of each embedding [steps, width], by cosine; ValueError for those of another width."""
+        if embeddings.shape[1:] != self.centers.shape[1:]:
+            raise ValueError(
+                f"the patterns were made from embeddings of width {self.centers.shape[1]}, these have the shape "
+                f"{embeddings.shape}: they belong to another model; cluster its steps anew"
+            )
         nearest: NDArray[np.int64] = np.argmax(_unit(embeddings) @ self.centers.T, axis=1)
         return nearest
 

@@ -26,6 +26,16 @@ class StepMarks:
         """`StateTransitionConfig` with these tokens and further settings."""
         return StateTransitionConfig(start_token_ids=self.start_token_ids, end_token_id=self.end_token_id, **settings)
 
+    def check(self, tokenizer: Any) -> None:
+        """Raise ValueError where a tokenizer does not read each of these as the one token that it is here."""
+        for mark, own in zip((*self.starts, self.end), (*self.start_token_ids, self.end_token_id), strict=True):
+            found = list(tokenizer(f"a{mark}a", add_special_tokens=False).input_ids)
+            if own not in found:
+                raise ValueError(
+                    f"the tokenizer reads {mark!r} as {found} and not as a token of its own ({own}); give it the step "
+                    "tokens by add_step_tokens(tokenizer)"
+                )
+
     def wrap(self, step: str, pattern: int = 0) -> str:
         """A step between its tokens. Raises ValueError for a step that holds such tokens, and an unknown pattern."""
         inside = [mark for mark in (*self.starts, self.end) if mark in step]
@@ -54,11 +64,7 @@ def add_step_tokens(tokenizer: Any, num_patterns: int = 1) -> StepMarks:
     missing = [mark for mark in marks if mark not in known]
     if missing:
         tokenizer.add_tokens(missing, special_tokens=True)
-    ids = []
-    for mark in marks:
-        found = tokenizer(f"a{mark}a", add_special_tokens=False).input_ids
-        own = tokenizer.convert_tokens_to_ids(mark)
-        if own not in found:
-            raise ValueError(f"the tokenizer reads {mark!r} as {found} and not as a token of its own ({own})")
-        ids.append(int(own))
-    return StepMarks(tuple(marks[:-1]), marks[-1], tuple(ids[:-1]), ids[-1])
+    ids = [int(tokenizer.convert_tokens_to_ids(mark)) for mark in marks]
+    found = StepMarks(tuple(marks[:-1]), marks[-1], tuple(ids[:-1]), ids[-1])
+    found.check(tokenizer)
+    return found
