@@ -39,6 +39,8 @@ class Claim:
         return "contradicted" if difference.below_zero else "undecided"
 
 
+MARKS: dict[Verdict, str] = {"supported": "✓", "contradicted": "✗", "undecided": "?"}
+
 CLAIMS = (
     Claim("QK-Restore brings recall back", QK, NONE),
     Claim("joint restore beats queries only", QK, "q_restore"),
@@ -71,43 +73,44 @@ def chosen(development: Cell, names: Sequence[str]) -> str | None:
 
 
 def claims_table(cells: Sequence[Cell], development: Sequence[Cell] = ()) -> str:
-    """Each claim in each cell: difference of recall, of reasoning, and whether the interval decides.
+    """A line a claim, a column a cell: difference of recall, that of reasoning in brackets, and the verdict.
 
     Args:
         cells: where claims are tested.
         development: cells of the development seeds, on which strengths are chosen.
     """
-    rows = [row for claim in CLAIMS for cell in cells if (row := _row(claim, cell)) is not None]
+    rows = [_line(claim.text, [claim] * len(cells), cells) for claim in CLAIMS]
     for text, names in CHOSEN:
-        for cell in cells:
-            before = next((d for d in development if (d.architecture, d.data) == (cell.architecture, cell.data)), None)
-            name = None if before is None else chosen(before, names)
-            row = None if name is None else _row(Claim(text, name, QK), cell)
-            rows += [] if row is None else [row]
-    rows += [row for cell in cells if (row := _length_row(cell)) is not None]
-    return markdown(("claim", "where", "conditions", "recall", "reasoning", "verdict"), rows)
+        found = [_chosen_in(cell, development, names) for cell in cells]
+        rows.append(_line(text, [None if name is None else Claim(text, name, QK) for name in found], cells, named=True))
+    growth = [growth_with_length(cell) for cell in cells]
+    verdicts = ["–" if g is None else f"{g.text(signed=True)} {MARKS[Claim('', '', '').verdict(g)]}" for g in growth]
+    rows.append(["the loss grows with length", "`none`: lost @longest − lost @shortest", *verdicts])
+    headings = ("claim", "conditions", *(f"{cell.architecture} {cell.data}" for cell in cells))
+    return markdown(headings, [row for row in rows if any(text != "–" for text in row[2:])])
 
 
-def _row(claim: Claim, cell: Cell) -> tuple[str, ...] | None:
+def _chosen_in(cell: Cell, development: Sequence[Cell], names: Sequence[str]) -> str | None:
+    same = [d for d in development if (d.architecture, d.data) == (cell.architecture, cell.data)]
+    return chosen(same[0], names) if same else None
+
+
+def _line(text: str, claims: Sequence[Claim | None], cells: Sequence[Cell], *, named: bool = False) -> list[str]:
+    first = next((claim for claim in claims if claim is not None), None)
+    pair = "" if first is None else f"`{first.better}` − `{first.worse}`"
+    values = [_value(claim, cell, named=named) for claim, cell in zip(claims, cells, strict=True)]
+    return [text, f"chosen − `{QK}`" if named else pair, *values]
+
+
+def _value(claim: Claim | None, cell: Cell, *, named: bool) -> str:
+    if claim is None:
+        return "–"
     recall = cell.difference(claim.better, claim.worse, cell.recall)
     reasoning = cell.difference(claim.better, claim.worse, new_results)
     if recall is None or reasoning is None:
-        return None
-    pair = f"`{claim.better}` − `{claim.worse}`"
-    texts = (recall.text(signed=True), reasoning.text(signed=True))
-    return claim.text, f"{cell.architecture} {cell.data}", pair, *texts, claim.verdict(recall)
-
-
-def _length_row(cell: Cell) -> tuple[str, ...] | None:
-    """Whether what plain fine-tuning loses at the longest length is more than at the shortest."""
-    found = growth_with_length(cell)
-    if found is None:
-        return None
-    verdict = Claim("", "", "").verdict(found)
-    pair = f"loss @{cell.lengths[-1]} − loss @{cell.lengths[0]}"
-    return (
-        "the loss grows with length", f"{cell.architecture} {cell.data}", pair, found.text(signed=True), "", verdict,
-    )  # fmt: skip
+        return "–"
+    name = f"`{claim.better}`: " if named else ""
+    return f"{name}{recall.text(signed=True)} ({reasoning.text(signed=True)}) {MARKS[claim.verdict(recall)]}"
 
 
 def growth_with_length(cell: Cell) -> Estimate | None:

@@ -97,8 +97,8 @@ def _claims(found: Sequence[Cell]) -> str:
     used = confirmed or found
     about = "confirmation" if confirmed else "development: nothing is confirmed yet"
     note = (
-        f"Seeds: {about}. Differences at the longest length and in new results, paired over seeds, with 95 % intervals;"
-        " a verdict needs an interval that leaves out 0."
+        f"Seeds: {about}. Difference of recall at the longest length, in brackets that of new results, paired over"
+        " seeds, with 95 % intervals. ✓ supported, ✗ contradicted (the interval of recall leaves out 0), ? undecided."
     )
     return f"{note}\n\n{claims_table(used, [cell for cell in found if cell.purpose == 'development'])}"
 
