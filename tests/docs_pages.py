@@ -7,6 +7,7 @@ import importlib
 import inspect
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,10 @@ import routeguard
 from routeguard.cli.main import app
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ["README.md", "CHANGELOG.md", *sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").rglob("*.md"))]
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md"))
+)
 
 _FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 _SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
@@ -45,7 +49,7 @@ def read(page: str) -> str:
 def blocks(page: str, text: str | None = None) -> list[Block]:
     text = read(page) if text is None else text
     return [
-        Block(page, text[: match.start()].count("\n") + 2, match[2], match[3].replace("\n" + match[1], "\n"))
+        Block(page, text[: match.start()].count("\n") + 2, match[2], textwrap.dedent(match[3]))
         for match in _FENCE.finditer(text)
     ]
 
@@ -58,9 +62,26 @@ def prose(page: str) -> str:
     return _FENCE.sub("", read(page))
 
 
-def links(page: str) -> list[str]:
-    """Relative links to files, as they are written."""
-    return [match[1] for match in _LINK.finditer(_SPAN.sub("", prose(page))) if match[1]]
+def links(text: str) -> list[tuple[str, str]]:
+    """Links that are no addresses: the file as it is written ("" for the page itself), and the heading's anchor."""
+    return [(match[1], match[2] or "") for match in _LINK.finditer(_SPAN.sub("", _FENCE.sub("", text)))]
+
+
+def dead_links(page: str, text: str | None = None) -> list[str]:
+    """Links of a page to files or headings that do not exist."""
+    text = read(page) if text is None else text
+    dead = []
+    for file, anchor in links(text):
+        target = (ROOT / page).parent / file
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text() if file else text)):
+            dead.append(f"{file}#{anchor}" if anchor else file)
+    return dead
+
+
+def anchors(text: str) -> set[str]:
+    """Anchors of a page's headings, as the site and the repository's viewers make them."""
+    headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
 
 
 # -- Python -----------------------------------------------------------------------------------------------------------

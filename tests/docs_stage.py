@@ -23,6 +23,7 @@ from routeguard.demo import evaluate
 from routeguard.demo import run as demo_run
 from routeguard.demo.run import plain_arguments
 from routeguard.diagnostics import needle_prompt as needle_prompts
+from routeguard.routes import table
 from tests.docs_pages import Block
 from tests.recall_tokenizers import byte_bpe
 from tests.tuned import tune
@@ -115,7 +116,8 @@ class FewSteps(trl.SFTConfig):  # type: ignore[misc]
 
 
 def make_small(patch: pytest.MonkeyPatch) -> None:
-    """Fewer steps, samples and tokens than the pages ask for; all else is as they say."""
+    """Fewer steps, samples and tokens than the pages ask for, and a table of architectures that is put back."""
+    patch.setattr(table, "_BY_TYPE", dict(table._BY_TYPE))
     patch.setattr(routeguard, "measure_recall", in_small(routeguard.measure_recall, lengths=(512, 640), num_samples=2))
     patch.setattr(demo_run, "fine_tune", in_small(demo_run.fine_tune, steps=STEPS))
     patch.setattr(evaluate, "recall", in_small(evaluate.recall, num_tokens=128, num_samples=1))

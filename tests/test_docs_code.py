@@ -20,7 +20,7 @@ from tests.docs_pages import (
     calls_in_prose,
     command_lines,
     commands_in_prose,
-    links,
+    dead_links,
     parse_command,
     python_blocks,
     wrong_names,
@@ -103,10 +103,15 @@ def test_a_wrong_command_line_is_refused(line: str) -> None:
 
 
 @each_page
-def test_linked_files_exist(page: str) -> None:
-    missing = [link for link in links(page) if not (ROOT / page).parent.joinpath(link).exists()]
-    missing = [link for link in missing if (page, link) != ("docs/index.md", "changelog.md")]
-    assert not missing
+def test_linked_files_and_headings_exist(page: str) -> None:
+    assert dead_links(page) == []
+
+
+def test_a_dead_link_is_found() -> None:
+    text = (
+        "# A heading, `code`\n[a](#a-heading-code) [b](#b) [c](freeze.md#cost) [d](thaw.md) ![e](e.png) [f](http://x)"
+    )
+    assert dead_links("docs/cards/anchor.md", text) == ["#b", "freeze.md#cost", "thaw.md", "e.png"]
 
 
 @each_page

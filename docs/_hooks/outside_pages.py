@@ -1,4 +1,4 @@
-"""Pages of the site whose text lives outside `docs/`: the changelog and the examples. MkDocs calls the two hooks.
+"""Pages of the site whose text lives outside `docs/`: the changelog, the examples, ... MkDocs calls the three hooks.
 
 Links are written so that they work where the files lie, in the repository; `site_path` says where the site has them.
 """
@@ -13,7 +13,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LANGUAGES = {".py": "python", ".json": "json", ".yaml": "yaml", ".yml": "yaml", ".sh": "bash", ".txt": "text"}
+BESIDE = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
+_WHOLE_LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!\w+:|#)([^)\s#]+)(?:#[^)\s]*)?\)")
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
+_FETCHED = re.compile(r"""<(?:script|link|img|iframe|source)\b[^>]*\s(?:src|href)="((?:https?:)?//[^"]+)""")
 _FENCED = re.compile(r"(^ *```.*?^ *```)", re.DOTALL | re.MULTILINE)
 
 
@@ -21,36 +24,41 @@ def site_path(path: str) -> str | None:
     """Where the site has the file or folder at `path` (relative to the repository); None where it has it not."""
     if path.startswith("docs/"):
         inside = path.removeprefix("docs/")
-        return f"{inside}/index.md" if (ROOT / path).is_dir() else inside
-    if path == "README.md":
-        return "index.md"
-    if path == "CHANGELOG.md":
-        return "changelog.md"
+        return f"{inside}/README.md" if (ROOT / path).is_dir() else inside
     if path == "examples" or path.startswith("examples/"):
-        place = ROOT / path
-        if place.is_dir():
-            return f"{path}/README.md" if (place / "README.md").is_file() else f"{path}/index.md"
-        return path if place.suffix == ".md" else f"{path}.md"
-    return None
+        if (ROOT / path).is_dir():
+            return f"{path}/README.md"
+        return path if path.endswith(".md") else f"{path}.md"
+    return "index.md" if path == "README.md" else BESIDE.get(path)
 
 
 def relinked(markdown: str, source: str, place: str) -> str:
-    """`markdown` of the repository's file `source`, with its links as they must be in the site's page `place`."""
+    """`markdown` of the repository's file `source`, with its links as they must be in the site's page `place`.
+
+    Files that the site has not are named without a link.
+    """
+
+    def target(link: str) -> str:
+        return posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
+
+    def unlinked(match: re.Match[str]) -> str:
+        absent = site_path(target(match[2])) is None and (ROOT / target(match[2])).exists()
+        return match[1] if absent else match[0]
 
     def link(match: re.Match[str]) -> str:
-        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[1]))
-        found = site_path(target)
+        found = site_path(target(match[1]))
         if found is None:
             return match[0]
         return posixpath.relpath(found, posixpath.dirname(place) or ".") + (match[2] or "")
 
     parts = _FENCED.split(markdown)
-    return "".join(part if number % 2 else _LINK.sub(link, part) for number, part in enumerate(parts))
+    parts[::2] = [_LINK.sub(link, _WHOLE_LINK.sub(unlinked, part)) for part in parts[::2]]
+    return "".join(parts)
 
 
 def outside_pages() -> dict[str, tuple[str, str]]:
     """Place in the site of every page from outside: the repository's file or folder it is of, and its Markdown."""
-    pages = {"changelog.md": ("CHANGELOG.md", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))}
+    pages = {place: (name, (ROOT / name).read_text(encoding="utf-8")) for name, place in BESIDE.items()}
     folders = {"docs/evidence/results"}
     for path in sorted((ROOT / "examples").rglob("*")):
         name = path.relative_to(ROOT).as_posix()
@@ -105,3 +113,17 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     place = page.file.src_uri
     source = outside_pages()[place][0] if page.file.generated_by else f"docs/{place}"
     return relinked(markdown, source, place)
+
+
+def fetched(html: str) -> list[str]:
+    """Addresses that a browser would fetch from the net to show this page."""
+    return _FETCHED.findall(html)
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """MkDocs' hook: end the build where a page would fetch something from the net."""
+    if fetched(output):
+        from mkdocs.exceptions import PluginError
+
+        raise PluginError(f"{page.file.src_uri} would fetch {', '.join(fetched(output))}; keep it in docs/assets")
+    return output
