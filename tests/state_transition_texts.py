@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import LogitsProcessor
 
 from routeguard.state_transition.config import StateTransitionConfig
 from routeguard.state_transition.convert import StateTransition, add_state_transition
@@ -55,6 +58,49 @@ def converted(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, *
     transition = add_state_transition(build(name).to(dtype), config(**changes))
     awaken(transition, seed=seed)
     return transition
+
+
+def whole(model: Any, ids: Tensor, **options: Any) -> Tensor:
+    """Logits of a text in one pass, without a cache."""
+    with torch.no_grad():
+        logits: Tensor = model(ids, use_cache=False, **options).logits
+    return logits
+
+
+def in_pieces(
+    model: Any, ids: Tensor, cuts: Sequence[int], *, mask: Tensor | None = None, cache: Any = None
+) -> tuple[Tensor, Any]:
+    """Logits of a text read piece by piece with a cache (ours, new, if none is given), cut before those places."""
+    cache = model.state_transition.new_cache() if cache is None else cache
+    logits = []
+    edges = [0, *cuts, ids.shape[1]]
+    with torch.no_grad():
+        for start, stop in pairwise(edges):
+            options = {}
+            if mask is not None:
+                positions = (mask.cumsum(1) - 1).clamp_min(0)[:, start:stop]
+                options = {"attention_mask": mask[:, :stop], "position_ids": positions}
+            logits.append(model(ids[:, start:stop], past_key_values=cache, use_cache=True, **options).logits)
+    return torch.cat(logits, 1), cache
+
+
+class Dictated(LogitsProcessor):
+    """Writes given tokens at given lengths of the text, so that steps open and close on the way, row by row.
+
+    Tokens in `never` are written nowhere else.
+    """
+
+    def __init__(self, *rows: dict[int, int], never: tuple[int, ...] = ()) -> None:
+        self.rows, self.never = rows, list(never)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores[:, self.never] = -1e9
+        for row in range(len(scores)):
+            token = self.rows[row * len(self.rows) // len(scores)].get(input_ids.shape[1])
+            if token is not None:
+                scores[row] = torch.full_like(scores[row], -1e9)
+                scores[row, token] = 0
+        return scores
 
 
 def awaken(transition: StateTransition, *, seed: int = 0) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from click.testing import CliRunner
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StaticCache
+from transformers import DynamicCache, LogitsProcessorList, StaticCache
 
 from routeguard import find_routes, measure_recall, restore
 from routeguard.cli.main import app
@@ -20,8 +21,22 @@ from routeguard.demo.model import load_model, load_tokenizer
 from routeguard.drift.meter import track
 from routeguard.state_transition.cache import StateTransitionCache
 from routeguard.state_transition.convert import StateTransition, add_state_transition
+from routeguard.state_transition.describe import saved_transition
 from routeguard.state_transition.step_limit import StepLimit
-from tests.state_transition_texts import END, OTHER, START, TWO_TEXTS, awaken, config, converted, text
+from routeguard.state_transition.step_tokens import StepTokens
+from tests.state_transition_texts import (
+    END,
+    OTHER,
+    START,
+    TWO_TEXTS,
+    Dictated,
+    awaken,
+    config,
+    converted,
+    in_pieces,
+    text,
+    whole,
+)
 from tests.zoo.build import build
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -30,23 +45,9 @@ SOFTMAX = ["qwen2", "qwen3", "llama", "smollm3", "phi3", "gpt2"]
 HYBRIDS = ["gemma2", "gemma3_text", "qwen3_next", "lfm2", "granitemoehybrid", "nemotron_h", "jamba", "olmo_hybrid"]
 
 
-def whole(model: Any, ids: Tensor, **options: Any) -> Tensor:
-    with torch.no_grad():
-        logits: Tensor = model(ids, use_cache=False, **options).logits
-    return logits
-
-
 def in_turn(model: Any, ids: Tensor, prefix: int, mask: Tensor | None = None) -> tuple[Tensor, StateTransitionCache]:
     """Logits of a text read up to `prefix` at once and then token by token, with the cache."""
-    cache, logits = model.state_transition.new_cache(), []
-    pieces = [slice(0, prefix), *(slice(i, i + 1) for i in range(prefix, ids.shape[1]))]
-    with torch.no_grad():
-        for piece in pieces:
-            options = {} if mask is None else {"attention_mask": mask[:, : piece.stop]}
-            if mask is not None:
-                options["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)[:, piece]
-            logits.append(model(ids[:, piece], past_key_values=cache, use_cache=True, **options).logits)
-    return torch.cat(logits, 1), cache
+    return in_pieces(model, ids, range(prefix, ids.shape[1]), mask=mask)
 
 
 @pytest.mark.parametrize("name", SOFTMAX + HYBRIDS)
@@ -135,21 +136,6 @@ def test_packed_samples_do_not_see_each_other(implementation: str) -> None:
     found = whole(transition.model, packed, position_ids=positions)
     for piece, alone in ((slice(0, 40), one), (slice(40, None), two)):
         torch.testing.assert_close(found[0, piece], whole(transition.model, alone[None])[0], rtol=1e-6, atol=1e-6)
-
-
-class Dictated(LogitsProcessor):
-    """Writes given tokens at given lengths of the text, so that steps open and close on the way, row by row."""
-
-    def __init__(self, *rows: dict[int, int]) -> None:
-        self.rows = rows
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        for row in range(len(scores)):
-            token = self.rows[row * len(self.rows) // len(scores)].get(input_ids.shape[1])
-            if token is not None:
-                scores[row] = torch.full_like(scores[row], -1e9)
-                scores[row, token] = 0
-        return scores
 
 
 MARKS = ({13: START, 18: END, 19: START, 30: END, 31: OTHER, 45: END}, {15: END, 20: START, 26: OTHER, 40: END})
@@ -302,6 +288,55 @@ def test_saved_and_loaded(gate: str, tmp_path: Path) -> None:
     assert getattr(model, "state_transition", None) is None
     with pytest.raises(ValueError, match="holds no state transition"):
         StateTransition.from_pretrained(model, tmp_path / "nothing")
+    (tmp_path / "state_transition.json").write_text("{'rank'")
+    with pytest.raises(ValueError, match="cannot be read as JSON"):
+        StateTransition.from_pretrained(model, tmp_path)
+
+
+def test_a_folder_names_its_base_model(tmp_path: Path) -> None:
+    transition = converted("llama")
+    transition.model.config._name_or_path = "us/small"
+    transition.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "state_transition.json").read_text())["base_model_name_or_path"] == "us/small"
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path)]).output
+    assert "base model: us/small; its queries and keys are frozen" in shown
+    assert saved_transition(tmp_path)["base_model_name_or_path"] == "us/small"
+    with pytest.raises(ValueError, match=r"belongs to another model \(us/small\): .* weights do not fit"):
+        StateTransition.from_pretrained(build("qwen2"), tmp_path)
+    for name, number in (("us/small", 0), ("", 0), ("them/small", 1)):
+        model = build("llama")
+        model.config._name_or_path = name
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            StateTransition.from_pretrained(model, tmp_path)
+        told = [str(w.message) for w in caught if "was trained beside 'us/small' and is put on" in str(w.message)]
+        assert len(told) == number
+
+
+def test_a_saved_path_is_tried_out_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    converted("llama").save_pretrained(tmp_path)
+    model = build("llama")
+    names = set(model.state_dict())
+    (tmp_path / "state_transition.safetensors").write_bytes(b"broken")
+    with pytest.raises(Exception, match=r"(?i)header|safetensor"):
+        StateTransition.from_pretrained(model, tmp_path)
+    assert set(model.state_dict()) == names and not model.lm_head._forward_hooks
+    monkeypatch.setattr(type(model.model), "forward", lambda self, *args, **kwargs: 1 / 0)
+    with pytest.raises(
+        ValueError, match="could not read a text with steps after the conversion, which was undone: div"
+    ):
+        StateTransition.from_pretrained(model, tmp_path)
+    assert set(model.state_dict()) == names
+
+
+def test_embeddings_of_each_layer_do_not_know_step_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 4 looks tokens up a second time, in a table of the base vocabulary's size."""
+    model = converted("gemma4_text").model
+    logits, _ = in_turn(model, TWO_TEXTS, 22)
+    torch.testing.assert_close(logits, whole(model, TWO_TEXTS), rtol=1e-3, atol=2e-4)
+    monkeypatch.setattr(StepTokens, "before_other", lambda self, module, args: None)
+    with pytest.raises(ValueError, match="which was undone: index out of range"):
+        add_state_transition(build("gemma4_text"), config())
 
 
 def test_a_copy_is_its_own() -> None:
@@ -356,6 +391,10 @@ def test_what_cannot_be_converted() -> None:
     model = build("lfm2")
     with pytest.raises(ValueError, match="layer"):
         add_state_transition(model, config(layers=(0,)))
+    with pytest.raises(ValueError, match="Linear does not name its output_embeddings: not supported"):
+        add_state_transition(torch.nn.Linear(2, 2), config())
+    with pytest.raises(ValueError, match=r"must follow it without a gap; got \[97, 98\]"):
+        add_state_transition(model, config(start_token_ids=(97,)))
     with pytest.raises(ValueError, match=r"no causal language model around a decoder|does not name its"):
         add_state_transition(model.model, config())
     add_state_transition(model, config())
@@ -376,15 +415,12 @@ def test_what_a_converted_model_cannot_read() -> None:
     with pytest.raises(ValueError, match="the DynamicCache given holds tokens already"):
         model(text(5)[None], past_key_values=used, use_cache=True)
     _, cache = in_turn(model, TWO_TEXTS, 40)
-    with pytest.raises(ValueError, match="then one token at a time; got 2 tokens"):
-        model(TWO_TEXTS[:, :2], past_key_values=cache, use_cache=True)
+    with pytest.raises(ValueError, match="the cache holds 2 rows of text; got tokens for 1"):
+        model(TWO_TEXTS[:1, :2], past_key_values=cache, use_cache=True)
+    with pytest.raises(ValueError, match=r"2 rows of 40 tokens in the cache and 2 new ones; got \(2, 2\)"):
+        model(TWO_TEXTS[:, :2], attention_mask=torch.ones(2, 2), past_key_values=cache, use_cache=True)
     with pytest.raises(ValueError, match="cannot be rolled back"):
         cache.crop(-1)
-    mask = torch.ones_like(TWO_TEXTS)
-    mask[0, -2:] = 0
-    _, cache = in_turn(model, TWO_TEXTS, 40, mask)  # reading such rows is fine, going on is not
-    with pytest.raises(ValueError, match="padding on the left"):
-        model(TWO_TEXTS[:, :1], past_key_values=cache, use_cache=True)
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="cannot be shown steps; there are sdpa, eager, flex_attention"):
         whole(model, TWO_TEXTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
@@ -66,9 +67,17 @@ class StateTransitionConfig:
     chunk_tokens: int = 64
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "start_token_ids", _ids(self.start_token_ids))
+        object.__setattr__(self, "start_token_ids", _integers("start_token_ids", self.start_token_ids))
         if self.layers is not None:
-            object.__setattr__(self, "layers", tuple(sorted(set(self.layers))))
+            layers = _integers("layers", self.layers)
+            if not layers or min(layers) < 0:
+                raise ValueError(
+                    f"layers must be decoder layers, counted from 0; got {self.layers!r}, which converts nothing. "
+                    "Leave it out for every full-attention layer"
+                )
+            object.__setattr__(self, "layers", tuple(sorted(set(layers))))
+        if not _is_integer(self.end_token_id):
+            raise ValueError(f"end_token_id must be one token id; got {self.end_token_id!r}")
         ids = self.token_ids
         if not self.start_token_ids or len(set(ids)) < len(ids) or min(ids) < 0:
             raise ValueError(
@@ -77,15 +86,15 @@ class StateTransitionConfig:
             )
         for name in ("rank", "max_steps", "chunk_tokens"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not _is_integer(value) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
-        if not 0 <= self.max_alpha <= 1:
-            raise ValueError(f"max_alpha must be between 0 and 1; got {self.max_alpha}")
+        if not _is_number(self.max_alpha) or not 0 <= self.max_alpha <= 1:
+            raise ValueError(f"max_alpha must be between 0 and 1; got {self.max_alpha!r}")
+        if not _is_number(self.adapter_scale):
+            raise ValueError(f"adapter_scale must be a finite number; got {self.adapter_scale!r}")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}; got {getattr(self, name)!r}")
-        if self.layers == ():
-            raise ValueError("layers=() converts nothing; leave it out for every full-attention layer")
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -93,11 +102,12 @@ class StateTransitionConfig:
         return (*self.start_token_ids, self.end_token_id)
 
     def to_json(self) -> str:
+        """All settings and the schema version, as JSON."""
         return json.dumps({"schema_version": SCHEMA_VERSION, **asdict(self)}, indent=2)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StateTransitionConfig:
-        """Raises ValueError for another schema version or unknown settings."""
+        """From what `to_json` wrote; ValueError for another schema version, and for unknown or missing settings."""
         values = dict(data)
         version = values.pop("schema_version", None)
         if version != SCHEMA_VERSION:
@@ -109,12 +119,24 @@ class StateTransitionConfig:
             raise ValueError(
                 f"unknown state-transition settings {unknown}; there are {sorted(cls.__dataclass_fields__)}"
             )
+        missing = sorted({"start_token_ids", "end_token_id"} - set(values))
+        if missing:
+            raise ValueError(f"state-transition settings without {missing}")
         return cls(**values)
 
 
-def _ids(value: Any) -> tuple[int, ...]:
-    if isinstance(value, int):
+def _integers(name: str, value: Any) -> tuple[int, ...]:
+    """One integer, or several in a sequence, as a tuple."""
+    if _is_integer(value):
         return (value,)
-    if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(i, int) for i in value):
-        raise ValueError(f"start_token_ids must be token ids; got {value!r}")
+    if not isinstance(value, Sequence) or isinstance(value, str) or not all(_is_integer(i) for i in value):
+        raise ValueError(f"{name} must be integers; got {value!r}")
     return tuple(value)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,17 @@ import torch
 from torch import nn
 
 from routeguard.recall.quiet import undisturbed
+from routeguard.state_transition.base_model import (
+    model_name,
+    named_part,
+    per_layer_embeddings,
+    refuse_mixed_caches,
+    set_vocabulary,
+    text_config,
+)
 from routeguard.state_transition.cache import StateTransitionCache
 from routeguard.state_transition.config import StateTransitionConfig
-from routeguard.state_transition.files import CONFIG_FILE, WEIGHTS_FILE, read_config
+from routeguard.state_transition.files import WEIGHTS_FILE, read_base_model, read_config, write_config
 from routeguard.state_transition.hooks import DecoderHooks, LayerHooks
 from routeguard.state_transition.path import LinearPath
 from routeguard.state_transition.projections import find_projections
@@ -40,12 +49,12 @@ class StateTransition:
             raise ValueError("this model has state transition already; remove() it first")
         if any(hasattr(module, "base_layer") and hasattr(module, "merge") for module in model.modules()):
             raise ValueError("this model has PEFT adapters; merge them first (merge_and_unload), then convert it")
-        head, embedding = _part(model, "get_output_embeddings"), _part(model, "get_input_embeddings")
-        decoder = _part(model, "get_decoder")
+        head, embedding = named_part(model, "get_output_embeddings"), named_part(model, "get_input_embeddings")
+        decoder = named_part(model, "get_decoder")
         if decoder is model:
             raise ValueError(f"{type(model).__name__} is no causal language model around a decoder")
         projections = find_projections(model, config.layers)
-        _refuse_mixed_caches(model, [one.layer for one in projections])
+        refuse_mixed_caches(model, [one.layer for one in projections])
         self.base_dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         if dtype is None:
             dtype = self.base_dtype if self.base_dtype.itemsize >= 4 else torch.float32
@@ -69,24 +78,25 @@ class StateTransition:
         self._attached.append((head, _TOKENS))
         handles += [
             embedding.register_forward_pre_hook(self.tokens.before_embedding),
+            *[more.register_forward_pre_hook(self.tokens.before_other) for more in per_layer_embeddings(decoder)],
             embedding.register_forward_hook(self.tokens.after_embedding),
             head.register_forward_hook(self.tokens.after_head),
             *DecoderHooks(self, decoder).handles,
         ]
         self._handles = handles
-        self._sizes = _set_vocabulary(model, self.tokens.size)
+        self._sizes = set_vocabulary(model, self.tokens.size)
         setattr(model, _NAME, self)
 
     @property
     def covers_all_attention(self) -> bool:
         """Whether every layer of the model is converted."""
-        config = _text_config(self.model)
+        config = text_config(self.model)
         return len(self.layers) == int(config.num_hidden_layers)
 
     @property
     def uses_cache(self) -> bool:
         """Whether the model makes a cache if nobody says so: outside of training, as its configuration wants."""
-        return not self.model.training and bool(getattr(_text_config(self.model), "use_cache", False))
+        return not self.model.training and bool(getattr(text_config(self.model), "use_cache", False))
 
     @property
     def openness(self) -> dict[int, float]:
@@ -94,9 +104,24 @@ class StateTransition:
         found = {layer: path.openness for layer, path in self.paths.items()}
         return {layer: float(value) for layer, value in found.items() if value is not None}
 
-    def new_cache(self) -> StateTransitionCache:
-        """An empty cache for `generate(past_key_values=…)`; generation makes its own if none is given."""
-        return StateTransitionCache(self.model.config, self.config, self.layers)
+    def new_cache(
+        self, *, eos_token_ids: Sequence[int] | None = None, pad_token_id: int | None = None
+    ) -> StateTransitionCache:
+        """An empty cache for `generate(past_key_values=…)`; generation makes its own if none is given.
+
+        Args:
+            eos_token_ids, pad_token_id: what ends a row of a batch and fills it up then, so that it is not kept. None
+                (default): those of `model.generation_config`; give them where `generate()` gets others.
+        """
+        settings = getattr(self.model, "generation_config", None)
+        if eos_token_ids is None:
+            found = getattr(settings, "eos_token_id", None)
+            eos_token_ids = [] if found is None else [found] if isinstance(found, int) else found
+        if pad_token_id is None:
+            pad_token_id = getattr(settings, "pad_token_id", None)
+        return StateTransitionCache(
+            self.model.config, self.config, self.layers, eos_token_ids=tuple(eos_token_ids), pad_token_id=pad_token_id
+        )
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What is trained, by names that hold in any model: `layers.3.up.query.weight`, `tokens.inputs`, …"""
@@ -158,7 +183,7 @@ class StateTransition:
         folder.mkdir(parents=True, exist_ok=True)
         weights = {name: parameter.detach().contiguous().cpu() for name, parameter in self.named_parameters()}
         save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-        (folder / CONFIG_FILE).write_text(self.config.to_json() + "\n", encoding="utf-8")
+        write_config(folder, self.config, model_name(self.model))
 
     def load(self, folder: str | Path) -> None:
         """Take over the weights that `save_pretrained` wrote to `folder`.
@@ -176,9 +201,11 @@ class StateTransition:
         wanted = {name: tuple(parameter.shape) for name, parameter in own.items()}
         wrong = [name for name in {**wanted, **shapes} if wanted.get(name) != shapes.get(name)]
         if wrong:
+            name = read_base_model(folder)
+            other = f"another model ({name})" if name else "another model"
             raise ValueError(
-                f"{folder} belongs to another model: {len(wrong)} of {len(own)} weights do not fit, the first is "
-                f"{wrong[0]} ({shapes.get(wrong[0])} in the folder, {wanted.get(wrong[0])} in this model)"
+                f"{folder} belongs to {other}: {len(wrong)} of {len(own)} weights do not fit, the first is {wrong[0]} "
+                f"({shapes.get(wrong[0])} in the folder, {wanted.get(wrong[0])} in this model)"
             )
         with torch.no_grad():
             for name, parameter in own.items():
@@ -186,13 +213,25 @@ class StateTransition:
 
     @classmethod
     def from_pretrained(cls, model: Any, folder: str | Path, *, dtype: torch.dtype | None = None) -> StateTransition:
-        """Convert `model` as it was when `folder` was written, with the weights of then; errors as in `load`."""
-        transition = cls(model, read_config(Path(folder)), dtype=dtype)
+        """Convert `model` as it was when `folder` was written, with the weights of then.
+
+        Errors as in `add_state_transition` and `load`; the model is as it was then. Warns where the folder was written
+        with a model of another name.
+        """
+        folder = Path(folder)
+        config, made_with, given = read_config(folder), read_base_model(folder), model_name(model)
+        transition = add_state_transition(model, config, dtype=dtype)
         try:
             transition.load(folder)
-        except ValueError:
+        except Exception:
             transition.remove()
             raise
+        if made_with and given and made_with != given:
+            warnings.warn(
+                f"{folder} was trained beside {made_with!r} and is put on {given!r}; where these are other weights, "
+                "the path reads what it was not trained on",
+                stacklevel=2,
+            )
         return transition
 
     def __str__(self) -> str:
@@ -250,39 +289,3 @@ def _try_out(transition: StateTransition) -> None:
         model(input_ids=text[:, :6], past_key_values=cache, use_cache=True)
         model(input_ids=text[:, 6:7], past_key_values=cache, use_cache=True)
     transition.running = None
-
-
-def _part(model: Any, getter: str) -> nn.Module:
-    get = getattr(model, getter, None)
-    part = get() if callable(get) else None
-    if not isinstance(part, nn.Module):
-        raise ValueError(f"{type(model).__name__} does not name its {getter.removeprefix('get_')}: not supported")
-    return part
-
-
-def _refuse_mixed_caches(model: Any, layers: list[int]) -> None:
-    """Layers that keep more than keys and values (attention beside a state-space model) cannot forget steps."""
-    from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer
-
-    kept = DynamicCache(config=model.config).layers
-    mixed = {layer: type(kept[layer]).__name__ for layer in layers if type(kept[layer]) is not DynamicLayer}
-    if mixed:
-        raise ValueError(
-            f"layers {sorted(mixed)} cannot get a linear path: they keep more than keys and values while text is "
-            f"generated ({', '.join(sorted(set(mixed.values())))}); choose others with layers="
-        )
-
-
-def _text_config(model: Any) -> Any:
-    get = getattr(model.config, "get_text_config", None)
-    return get() if callable(get) else model.config
-
-
-def _set_vocabulary(model: Any, size: int) -> list[tuple[Any, int]]:
-    """Tell the model's loss how many columns its logits have; returns what was there."""
-    owners = [_text_config(model), *([model] if isinstance(getattr(model, "vocab_size", None), int) else [])]
-    before = [(owner, int(owner.vocab_size)) for owner in owners]
-    for owner in owners:
-        owner.vocab_size = max(size, int(owner.vocab_size))
-    return before

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache
 
+from routeguard.recall.prefill_trial import takes_prompts_in_pieces
+from routeguard.recall.quiet import undisturbed
 from routeguard.state_transition.cache import StateTransitionCache
 from routeguard.state_transition.layout import step_layout
 from routeguard.state_transition.path import LinearPath
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from routeguard.state_transition.convert import StateTransition
 
 _CACHE_NAMES = ("cache", "past_key_values")
+_TRIED_TOKENS = 32
 _PASS = "state_transition_pass"  # travels with the layers' arguments, so that recomputation meets its own pass
 
 
@@ -32,6 +35,7 @@ class DecoderHooks:
         self.names = list(parameters)
         self.hands_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         self.trained = False  # the pass before was one of training
+        self.reads_pieces: bool | None = True if transition.covers_all_attention else None  # None: to be tried
         self.handles = [
             decoder.register_forward_pre_hook(self.before, with_kwargs=True),
             decoder.register_forward_hook(self.after),
@@ -73,7 +77,12 @@ class DecoderHooks:
                 kwargs[next(n for n in _CACHE_NAMES if n in self.names)] = cache
             else:  # the caller holds on to it, so it has to become what we need
                 cache.__class__ = StateTransitionCache
-                cache.__init__(transition.model.config, transition.config, transition.layers)
+                cache.__dict__ = vars(transition.new_cache())
+        if cache.started and input_ids.shape[1] > 1:
+            self._check_pieces()
+        if "position_ids" in self.names and kwargs.get("position_ids") is None:  # Bamba would begin at 0 each time
+            places = torch.arange(cache.seen, cache.seen + input_ids.shape[1], device=input_ids.device)
+            kwargs["position_ids"] = places[None]
         transition.running = self._cached(input_ids, mask, cache)
         if transition.running.goes_on and transition.covers_all_attention:
             kwargs["attention_mask"] = None  # every layer gets ours
@@ -87,6 +96,20 @@ class DecoderHooks:
 
     def _with_pass(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         return {**kwargs, _PASS: self.transition.running} if self.hands_on else kwargs
+
+    def _check_pieces(self) -> None:
+        """Refuse several tokens after others where layers of another kind begin anew with each piece of a text."""
+        transition = self.transition
+        if self.reads_pieces is None:
+            size = transition.tokens.base_size
+            ids = torch.arange(_TRIED_TOKENS, device=transition.tokens.outputs.device)[None] % size
+            with undisturbed(transition.model), transition.disabled():
+                self.reads_pieces = takes_prompts_in_pieces(transition.model, ids, 8, _TRIED_TOKENS // 2)
+        if not self.reads_pieces:
+            raise ValueError(
+                "the cache holds text already, and the layers of this model that are not converted do not carry theirs "
+                "over to several tokens more: read the text at once, then token by token"
+            )
 
     def _check_head(self) -> None:
         """Refuse what would go wrong without a word: another output layer, or a loss that never asks it."""
@@ -118,8 +141,9 @@ class DecoderHooks:
         return Running(config, layout)
 
     def _cached(self, input_ids: Tensor, mask: Tensor | None, cache: StateTransitionCache) -> Running:
-        layout, places = cache.begin(input_ids, mask)
-        return Running(self.transition.config, layout, cache, places)
+        finished = cache.text_end.finished if cache.started else None
+        layout, sees = cache.begin(input_ids, mask)
+        return Running(self.transition.config, layout, cache, sees, finished)
 
 
 class LayerHooks:

@@ -13,6 +13,36 @@ PADDING, PROMPT, STEP, ANSWER = -1, 0, 1, 2
 
 
 @dataclass(frozen=True)
+class TextEnd:
+    """Where each row of a batch stands after its last real token; what `step_layout` needs to go on with it.
+
+    Attributes:
+        step: [rows], how many steps began.
+        open: [rows] booleans, the last of them has not ended.
+        segment: [rows], the stretch that a plain token would belong to.
+    """
+
+    step: Tensor
+    open: Tensor
+    segment: Tensor
+
+    @property
+    def finished(self) -> Tensor:
+        """[rows], how many steps ended."""
+        return self.step - self.open.long()
+
+    @classmethod
+    def of_nothing(cls, rows: int, device: torch.device) -> TextEnd:
+        """The end of a text without tokens: a prompt goes on."""
+        zero = torch.zeros(rows, dtype=torch.long, device=device)
+        return cls(zero, zero.bool(), zero)
+
+    def select(self, rows: Tensor) -> TextEnd:
+        """Those rows, in that order."""
+        return TextEnd(self.step[rows], self.open[rows], self.segment[rows])
+
+
+@dataclass(frozen=True)
 class StepLayout:
     """The steps of a batch of token rows. All tensors are [rows, tokens] integers.
 
@@ -23,13 +53,15 @@ class StepLayout:
         kind: PADDING, PROMPT, STEP or ANSWER.
         sample: which packed sample of the row, from 0.
         step: t of a token's step, from 1; in an answer, how many steps came before it; 0 in a prompt.
-        segment: which stretch of the row (a prompt, a step, an answer), from 0.
+        segment: which stretch of the row (a prompt, a step, an answer), from 0; padding does not end one.
+        end: where the rows stand after these tokens.
     """
 
     kind: Tensor
     sample: Tensor
     step: Tensor
     segment: Tensor
+    end: TextEnd
 
     @property
     def single(self) -> bool:
@@ -70,19 +102,24 @@ def step_layout(
     end_token_id: int,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
+    before: TextEnd | None = None,
 ) -> StepLayout:
     """Find the steps of token rows.
 
     Args:
         input_ids: [rows, tokens].
         start_token_ids, end_token_id: the step tokens.
-        attention_mask: [rows, tokens], 0 for padding. None: no padding.
+        attention_mask: [rows, tokens], 0 for padding, wherever it stands. None: no padding.
         position_ids: [rows, tokens] or [1, tokens]; a 0 after other positions begins another packed sample. None: one
             sample a row.
+        before: where the text stood that these tokens go on with; its last stretch is segment 0. None: a text begins.
     """
+    device = input_ids.device
+    if before is None:
+        before = TextEnd.of_nothing(len(input_ids), device)
     real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-    places = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-    starts = torch.isin(input_ids, torch.tensor(start_token_ids, device=input_ids.device)) & real
+    places = torch.arange(input_ids.shape[1], device=device).expand_as(input_ids)
+    starts = torch.isin(input_ids, torch.tensor(start_token_ids, device=device)) & real
     ends = (input_ids == end_token_id) & real
 
     first = torch.zeros_like(real)
@@ -92,17 +129,34 @@ def step_layout(
     began = torch.cummax(torch.where(first, places, 0), 1).values  # where the token's sample begins
 
     counted = torch.cumsum(starts, 1)
-    before = torch.where(began > 0, counted.gather(1, (began - 1).clamp_min(0)), 0)
-    step = counted - before
-    last_start = torch.cummax(torch.where(starts, places, -1), 1).values
-    ended = torch.cummax(torch.where(ends, places, -1), 1).values
-    last_end = torch.cat([torch.full_like(ended[:, :1], -1), ended[:, :-1]], 1)  # an end token is still in its step
+    earlier = torch.where(began > 0, counted.gather(1, (began - 1).clamp_min(0)), 0)
+    step = counted - earlier + before.step[:, None]
+    # Of each token and of one after the last: begins before the first place where the text before left a step open.
+    last_start = _latest(starts, torch.where(before.open, -1, -2))
+    last_end = _latest(ends, torch.full_like(before.step, -2))
+    last_start = torch.cat([last_start, last_start[:, -1:]], 1)
+    last_end = torch.cat([torch.full_like(last_end[:, :1], -2), last_end], 1)  # an end token is still in its step
+    inside = last_start > last_end
+    kinds = _kinds(torch.cat([step, step[:, -1:]], 1), inside)
 
-    kind = torch.where(step == 0, PROMPT, torch.where(last_start > last_end, STEP, ANSWER))
-    kind = torch.where(real, kind, PADDING)
-    changes = (kind[:, 1:] != kind[:, :-1]) | (step[:, 1:] != step[:, :-1]) | first[:, 1:]
-    segment = torch.cat([torch.zeros_like(step[:, :1]), torch.cumsum(changes, 1)], 1)
-    return StepLayout(kind, sample, step, segment)
+    steps_around = torch.cat([before.step[:, None], step, step[:, -1:]], 1)
+    kinds_around = torch.cat([_kinds(before.step, before.open)[:, None], kinds], 1)
+    changes = (kinds_around[:, 1:] != kinds_around[:, :-1]) | (steps_around[:, 1:] != steps_around[:, :-1])
+    changes[:, :-1] |= first
+    segment = torch.cumsum(changes, 1)
+    kind = torch.where(real, kinds[:, :-1], PADDING)
+    return StepLayout(kind, sample, step, segment[:, :-1], TextEnd(step[:, -1], inside[:, -1], segment[:, -1]))
+
+
+def _latest(marks: Tensor, before: Tensor) -> Tensor:
+    """[rows, tokens]: the place of the last mark up to each token, `before` [rows] where there is none."""
+    places = torch.arange(marks.shape[1], device=marks.device)
+    return torch.cummax(torch.where(marks, places, before[:, None]), 1).values
+
+
+def _kinds(step: Tensor, inside: Tensor) -> Tensor:
+    """Of tokens, padding aside: by how many steps began, and whether the token is inside the last of them."""
+    return torch.where(step == 0, PROMPT, torch.where(inside, STEP, ANSWER))
 
 
 def visible(layout: StepLayout) -> Tensor:

@@ -10,7 +10,9 @@ from torch import Tensor
 from routeguard.state_transition.accumulation import exact
 from routeguard.state_transition.config import StateTransitionConfig
 from routeguard.state_transition.layout import ANSWER, STEP, StepLayout, Stretch, stretches
-from routeguard.state_transition.momentum import state_coefficients
+from routeguard.state_transition.momentum import coefficients
+
+CARRIED = 3  # the state without the open step, the running mean, the open step's own sum
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,9 @@ class ChunkPlan:
 
     Attributes:
         places: [rows, chunks, chunk_tokens], where each token stands in its row; −1 for none.
-        mixing: [rows, chunks, chunks] float64: how much each chunk's `Σ kᵀv` counts in the state before each chunk.
+        mixing: [rows, 3 + chunks, 3 + chunks] float64. Columns: how much each of the three carried matrices of the text
+            before (`CARRIED`), and each chunk's `Σ kᵀv`, counts. Rows: in those three after the text, and in the state
+            before each chunk.
         within: [rows, chunks], whether tokens also see the earlier ones of their own chunk: in steps, not in answers.
     """
 
@@ -28,24 +32,32 @@ class ChunkPlan:
     within: Tensor
 
 
-def plan_chunks(layout: StepLayout, config: StateTransitionConfig) -> ChunkPlan:
-    """Cut the steps and answers of each row into chunks and work out the state before each. Derived."""
+def plan_chunks(layout: StepLayout, config: StateTransitionConfig, finished: Tensor | None = None) -> ChunkPlan:
+    """Cut the steps and answers of each row into chunks and work out the state before each. Derived.
+
+    Args:
+        layout: of the tokens.
+        config: chunk length and momentum.
+        finished: [rows], how many steps of each row ended before these tokens. None: a text begins.
+    """
     found = list(stretches(layout))
     longest = max((s.stop - s.start for row in found for s in row if s.kind in (STEP, ANSWER)), default=1)
     chunk_tokens = min(config.chunk_tokens, longest)
     rows = [_chunks(row, chunk_tokens) for row in found]
     most = max((len(chunks) for chunks in rows), default=0)
     places = torch.full((len(rows), most, chunk_tokens), -1, dtype=torch.long)
-    mixing = torch.zeros(len(rows), most, most, dtype=torch.float64)
+    mixing = torch.zeros(len(rows), CARRIED + most, CARRIED + most, dtype=torch.float64)
     within = torch.zeros(len(rows), most, dtype=torch.bool)
-    coefficients = state_coefficients(max(1, int(layout.step.max())), config)
-    for row, chunks in enumerate(rows):
-        number = len(chunks)
-        for index, chunk in enumerate(chunks):
-            places[row, index, : chunk.stop - chunk.start] = torch.arange(chunk.start, chunk.stop)
+    before = [0] * len(rows) if finished is None else finished.tolist()
+    ends = zip(layout.end.finished.tolist(), layout.end.open.tolist(), strict=True)
+    for row, (chunks, done_before, end) in enumerate(zip(rows, before, ends, strict=True)):
+        used = CARRIED + len(chunks)
+        mixing[row, :used, :used] = _mixing(chunks, config, done_before, *end)
         if chunks:
-            mixing[row, :number, :number] = _mixing(chunks, coefficients)
-            within[row, :number] = torch.tensor([chunk.kind == STEP for chunk in chunks])
+            start, stop = (torch.tensor([getattr(chunk, name) for chunk in chunks]) for name in ("start", "stop"))
+            place = start[:, None] + torch.arange(chunk_tokens)
+            places[row, : len(chunks)] = torch.where(place < stop[:, None], place, -1)
+            within[row, : len(chunks)] = torch.tensor([chunk.kind == STEP for chunk in chunks])
     device = layout.kind.device
     return ChunkPlan(places.to(device), mixing.to(device), within.to(device))
 
@@ -60,29 +72,41 @@ def _chunks(row: list[Stretch], chunk_tokens: int) -> list[Stretch]:
     ]
 
 
-def _mixing(chunks: list[Stretch], coefficients: Tensor) -> Tensor:
-    """[chunks, chunks]: how much the second one's `Σ kᵀv` counts in the state before the first."""
-    kind, sample, step, segment = (
-        torch.tensor([getattr(chunk, name) for chunk in chunks]) for name in ("kind", "sample", "step", "segment")
-    )
-    writes = (kind == STEP).unsqueeze(0)
-    # The state that a chunk starts from: after the steps before its own; an answer's, after all before it.
-    done = torch.where(kind == STEP, step - 1, step)
-    earlier = writes & (sample[:, None] == sample[None, :]) & (step[None, :] <= done[:, None])
-    weight = coefficients[done[:, None], (step[None, :] - 1).clamp_min(0)]
-    order = torch.arange(len(chunks))
-    same_step = writes & (segment[:, None] == segment[None, :]) & (order[None, :] < order[:, None])
-    return torch.where(earlier, weight, same_step.double())
+def _mixing(chunks: list[Stretch], config: StateTransitionConfig, before: int, after: int, is_open: bool) -> Tensor:
+    """[3 + chunks, 3 + chunks] of one row, in which `before` steps had ended, and `after` have at its end.
+
+    Steps are counted from `before` here: 1 is the step that may be open. Its carried sum is as good as a chunk of it.
+    """
+    ended = after - before
+    last_sample = chunks[-1].sample if chunks else 0
+    # Written, in order: step, whether it writes at all, sample.
+    written = [(1, True, 0), *((chunk.step - before, chunk.kind == STEP, chunk.sample) for chunk in chunks)]
+    # Read: how many steps are finished for it, the step of which it holds what was written so far, sample, turn.
+    last = last_sample, len(written)
+    read = [(ended, 0, *last), (ended, 0, *last), (0, ended + 1 if is_open else 0, *last)]
+    read += [(step - own, step * own, sample, turn) for turn, (step, own, sample) in enumerate(written[1:], 1)]
+    step, writes, sample = torch.tensor(written).unbind(1)
+    done, own, of_sample, turn = torch.tensor(read)[:, :, None].unbind(1)
+    table = coefficients(max(1, ended, int(step.max())), config, before)
+    weights = table.states[done[:, 0]]
+    weights[1], weights[2] = table.means[ended], 0
+    finished = weights[:, 1:].gather(1, step.clamp_min(1).expand(len(read), -1))
+    so_far = (step == own) & (torch.arange(len(written)) < turn)
+    by_step = torch.where(step <= done, finished, so_far.double()) * (writes.bool() & (sample == of_sample))
+    return torch.cat([weights[:, :2], by_step], 1)
 
 
 @exact
-def chunked_attention(query: Tensor, key: Tensor, value: Tensor, plan: ChunkPlan) -> Tensor:
+def chunked_attention(
+    query: Tensor, key: Tensor, value: Tensor, plan: ChunkPlan, carried: Tensor | None = None
+) -> Tensor:
     """What each token reads: `o_i = q_i·(S_{t−1} + Σ_{j<i in its step} k_jᵀ v_j)`; 0 in prompts.
 
     Args:
         query: [rows, heads, tokens, width]; already featured and scaled.
         key, value: [rows, key heads, tokens, width or value width].
         plan: of those rows.
+        carried: [rows, key heads, 3, width, value width], of the text before (`CARRIED`). None: a text begins.
 
     Returns: [rows, heads, tokens, value width], in the inputs' dtype (fp32 inside where that is narrower).
 
@@ -98,7 +122,7 @@ def chunked_attention(query: Tensor, key: Tensor, value: Tensor, plan: ChunkPlan
     key_parts, value_parts = _gathered(key.to(inside), plan), _gathered(value.to(inside), plan)
     # [rows, key heads, groups, chunks, chunk_tokens, width]
     query_parts = _gathered(query.to(inside), plan).unflatten(1, (key_heads, heads // key_heads))
-    read = torch.einsum("rkgncd,rknde->rkgnce", query_parts, _states(key_parts, value_parts, plan))
+    read = torch.einsum("rkgncd,rknde->rkgnce", query_parts, _states(key_parts, value_parts, plan, carried))
     scores = torch.einsum("rkgncd,rknjd->rkgncj", query_parts, key_parts).tril(-1)
     scores = scores * plan.within[:, None, None, :, None, None]
     read = read + torch.einsum("rkgncj,rknje->rkgnce", scores, value_parts)
@@ -119,10 +143,21 @@ def state_norm(key: Tensor, value: Tensor, plan: ChunkPlan) -> Tensor | None:
     return norms.mean()
 
 
-def _states(key_parts: Tensor, value_parts: Tensor, plan: ChunkPlan) -> Tensor:
+@exact
+def carried_on(key: Tensor, value: Tensor, plan: ChunkPlan, carried: Tensor) -> Tensor:
+    """The three carried matrices after the tokens of `plan`: [rows, key heads, 3, width, value width], as before."""
+    key, value = key.to(carried.dtype), value.to(carried.dtype)
+    sums = torch.cat([carried, _gathered(key, plan).transpose(-1, -2) @ _gathered(value, plan)], 2)
+    return torch.einsum("rnm,rkmde->rknde", plan.mixing[:, :CARRIED].to(sums.dtype), sums)
+
+
+def _states(key_parts: Tensor, value_parts: Tensor, plan: ChunkPlan, carried: Tensor | None = None) -> Tensor:
     """The state before each chunk: [rows, key heads, chunks, width, value width]."""
     sums = key_parts.transpose(-1, -2) @ value_parts
-    return torch.einsum("rnm,rkmde->rknde", plan.mixing.to(sums.dtype), sums)
+    mixing = plan.mixing[:, CARRIED:].to(sums.dtype)
+    if carried is None:
+        return torch.einsum("rnm,rkmde->rknde", mixing[:, :, CARRIED:], sums)
+    return torch.einsum("rnm,rkmde->rknde", mixing, torch.cat([carried.to(sums.dtype), sums], 2))
 
 
 def _gathered(tensor: Tensor, plan: ChunkPlan) -> Tensor:

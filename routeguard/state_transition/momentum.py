@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -23,27 +26,39 @@ def momentum_weight(step: int, config: StateTransitionConfig) -> float:
     return min(config.max_alpha, grown) if config.alpha_rule == "min" else min(max(config.max_alpha, grown), 1.0)
 
 
-def state_coefficients(num_steps: int, config: StateTransitionConfig) -> Tensor:
-    """Coefficients `c` with `S_t = Σ_s c[t, s−1]·∇_s`, where `∇_s` is the plain sum of `kᵀv` over step s.
+@dataclass(frozen=True)
+class Coefficients:
+    """How a state and the running mean follow from what was there before and from the sums `∇_s = Σ kᵀv` of n steps.
 
-    The momentum is linear in the steps' updates, so the state before each step is a fixed combination of them:
-    `S_t = S_{t−1} + (1−α_t)·∇_t + α_t·mean_{t−1}`.
+    Attributes:
+        states, means: [n + 1, 2 + n], float64; row r is after r steps. The first two columns count the state and the
+            mean from before, the others the steps' sums.
+    """
+
+    states: Tensor
+    means: Tensor
+
+
+@lru_cache(maxsize=8)
+def coefficients(num_steps: int, config: StateTransitionConfig, finished: int = 0) -> Coefficients:
+    """The momentum over some steps as coefficients: it is linear in the steps' sums.
+
+    `S_t = S_{t−1} + (1−α_t)·∇_t + α_t·mean_{t−1}`, and the mean takes in each step's update.
 
     Args:
         num_steps: n.
         config: the momentum's settings; `running_mean` says whether the mean is of plain or of corrected updates.
-
-    Returns: [n + 1, n], float64; row t is the state after t steps.
+        finished: steps before those n. Default 0; the state and the mean from before are then 0.
 
     Source: arXiv 2602.01198, momentum; the matrix form is derived.
     """
-    own = torch.eye(num_steps, dtype=torch.float64)
-    states = torch.zeros(num_steps + 1, num_steps, dtype=torch.float64)
-    average = torch.zeros(num_steps, dtype=torch.float64)
-    for step in range(1, num_steps + 1):
-        alpha = momentum_weight(step, config)
-        update = (1 - alpha) * own[step - 1] + alpha * average
-        states[step] = states[step - 1] + update
-        taken = update if config.running_mean == "corrected" else own[step - 1]
-        average = average + (taken - average) / step
-    return states
+    own = torch.eye(num_steps + 2, dtype=torch.float64)
+    states, means = [own[0]], [own[1]]
+    for number in range(1, num_steps + 1):
+        step = finished + number
+        alpha, plain = momentum_weight(step, config), own[number + 1]
+        update = (1 - alpha) * plain + alpha * means[-1]
+        taken = update if config.running_mean == "corrected" else plain
+        states.append(states[-1] + update)
+        means.append(means[-1] + (taken - means[-1]) / step)
+    return Coefficients(torch.stack(states), torch.stack(means))

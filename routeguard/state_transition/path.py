@@ -85,15 +85,14 @@ class LinearPath(nn.Module):
         return added
 
     def _read(self, query: Tensor, key: Tensor, value: Tensor, running: Running) -> Tensor:
-        if self.watched:
-            self.state_norm = state_norm(key.detach(), value.detach(), running.plan)
         if running.cache is None:
+            if self.watched:
+                self.state_norm = state_norm(key.detach(), value.detach(), running.plan)
             return chunked_attention(query, key, value, running.plan)
         state = running.cache.state(self.projections.layer, key, value)
-        if query.shape[2] == 1 and running.goes_on:
+        if running.goes_on and query.shape[2] == 1:
             return state.read(query, key, value, running.layout.kind[:, 0])
-        state.take_in(key, value, running.layout)
-        return chunked_attention(query, key, value, running.plan)
+        return state.read_piece(query, key, value, running.plan, running.layout.end.finished)
 
     def _heads(self, flat: Tensor, role: str) -> Tensor:
         """[rows, heads, tokens, width] of [rows, tokens, heads · width], normalised as the frozen layer does it."""

@@ -25,18 +25,20 @@ class Running:
         config: of the conversion.
         layout: of the tokens that are read.
         cache: where the pass writes to; None in training.
-        places: where the pass reads the next token of a text that the cache knows: which of the places held it may see,
-            [rows, places] booleans. None: it reads a whole text.
+        sees: where the pass goes on with a text that the cache holds: which of the places held and of its own tokens
+            each token may see, [rows, tokens, places] booleans. None: a text begins.
+        finished: [rows], how many steps ended before this pass. None: a text begins.
     """
 
     config: StateTransitionConfig
     layout: StepLayout
     cache: StateTransitionCache | None = None
-    places: Tensor | None = None
+    sees: Tensor | None = None
+    finished: Tensor | None = None
 
     @property
     def goes_on(self) -> bool:
-        return self.places is not None
+        return self.sees is not None
 
     @cached_property
     def limited(self) -> bool:
@@ -45,7 +47,7 @@ class Running:
 
     @cached_property
     def plan(self) -> ChunkPlan:
-        return plan_chunks(self.layout, self.config)
+        return plan_chunks(self.layout, self.config, self.finished)
 
     def mask(self, dtype: torch.dtype, implementation: str) -> Any:
         """What may be seen, as an attention function reads it: booleans for SDPA, what is added for eager, blocks."""
@@ -58,18 +60,18 @@ class Running:
 
     @cached_property
     def _visible(self) -> Tensor:
-        return visible(self.layout) if self.places is None else self.places[:, None, None, :]
+        return visible(self.layout) if self.sees is None else self.sees[:, None]
 
     @cached_property
     def _blocks(self) -> Any:
         from torch.nn.attention.flex_attention import create_block_mask
 
-        if self.places is None:
+        if self.sees is None:
             return block_mask(self.layout)
-        places = self.places
-        rows, held = places.shape
+        seen = self.sees
+        rows, tokens, held = seen.shape
 
         def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return places[row, key]
+            return seen[row, query, key]
 
-        return create_block_mask(sees, rows, None, 1, held, device=str(places.device))
+        return create_block_mask(sees, rows, None, tokens, held, device=str(seen.device))

@@ -1,4 +1,4 @@
-"""Linear attention over steps with momentum between them, token by token: what is kept while a text is written."""
+"""Linear attention over steps with momentum between them: what is kept while a text is written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from torch import Tensor
 
 from routeguard.state_transition.accumulation import exact
 from routeguard.state_transition.config import StateTransitionConfig
-from routeguard.state_transition.layout import ANSWER, STEP, StepLayout, stretches
+from routeguard.state_transition.layout import ANSWER, STEP
+from routeguard.state_transition.linear_attention import ChunkPlan, carried_on, chunked_attention
 from routeguard.state_transition.momentum import momentum_weight
 
 
@@ -15,9 +16,9 @@ class StepState:
     """The state of one layer: three matrices a key head and row, whatever the text's length.
 
     Attributes:
-        current: [rows, key heads, width, value width], S_{t,i}: all that is remembered, the open step included.
-        before: S_{t−1}, without the open step.
+        before: [rows, key heads, width, value width], S_{t−1}, without the open step.
         average: the running mean of past updates.
+        open: the open step's own `Σ kᵀv`.
         steps: [rows], how many steps are finished.
 
     Source: arXiv 2602.01198, recurrent form.
@@ -28,13 +29,18 @@ class StepState:
         self.config = config
         inside = torch.float64 if key.dtype == torch.float64 else torch.float32
         shape = (*key.shape[:2], key.shape[-1], value.shape[-1])
-        self.current = torch.zeros(shape, dtype=inside, device=key.device)
-        self.before, self.average = torch.zeros_like(self.current), torch.zeros_like(self.current)
+        self.before = torch.zeros(shape, dtype=inside, device=key.device)
+        self.average, self.open = torch.zeros_like(self.before), torch.zeros_like(self.before)
         self.steps = torch.zeros(key.shape[0], dtype=torch.long, device=key.device)
 
     @property
+    def current(self) -> Tensor:
+        """S_{t,i}: all that is remembered, the open step included."""
+        return self.before + self.open
+
+    @property
     def num_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in (self.current, self.before, self.average))
+        return sum(tensor.numel() * tensor.element_size() for tensor in (self.before, self.average, self.open))
 
     @exact
     def read(self, query: Tensor, key: Tensor, value: Tensor, kind: Tensor) -> Tensor:
@@ -47,27 +53,27 @@ class StepState:
 
         Returns: [rows, heads, 1, value width]; 0 in prompts.
         """
-        inside = self.current.dtype
+        inside = self.open.dtype
         grouped = query.to(inside).unflatten(1, (key.shape[1], -1))
         read = torch.einsum("rkgcd,rkde->rkgce", grouped, self.current).flatten(1, 2)
         update = key.to(inside).transpose(-1, -2) @ value.to(inside)
-        self.current = self.current + update * _spread(kind == STEP)
+        self.open = self.open + update * _spread(kind == STEP)
         return (read * _spread((kind == STEP) | (kind == ANSWER))).to(query.dtype)
 
     @exact
-    def take_in(self, key: Tensor, value: Tensor, layout: StepLayout) -> None:
-        """Take in a whole text at once, into an empty state: keys and values [rows, key heads, tokens, width]."""
-        inside = self.current.dtype
-        for row, found in enumerate(stretches(layout)):
-            this = torch.arange(key.shape[0], device=key.device) == row
-            for stretch in found:
-                before = stretch.step - (stretch.kind == STEP)
-                if stretch.kind in (STEP, ANSWER) and before > int(self.steps[row]):
-                    self.finish(this)
-                if stretch.kind == STEP:
-                    tokens = slice(stretch.start, stretch.stop)
-                    update = key[row, :, tokens].to(inside).transpose(-1, -2) @ value[row, :, tokens].to(inside)
-                    self.current = self.current + update * _spread(this)
+    def read_piece(self, query: Tensor, key: Tensor, value: Tensor, plan: ChunkPlan, finished: Tensor) -> Tensor:
+        """What several tokens of each row read; then they are taken in, with the steps that end among them.
+
+        Args:
+            query, key, value: as in `chunked_attention`.
+            plan: of the tokens, made with `steps`.
+            finished: [rows], how many steps are finished after them.
+        """
+        carried = torch.stack([self.before, self.average, self.open], 2)
+        read = chunked_attention(query, key, value, plan, carried)
+        self.before, self.average, self.open = carried_on(key, value, plan, carried).unbind(2)
+        self.steps = finished
+        return read
 
     def finish(self, rows: Tensor) -> None:
         """Close the open step of those rows: `S_t = S_{t−1} + (1−α)∇_t + α·mean`; the mean takes the step in.
@@ -78,21 +84,20 @@ class StepState:
         config = self.config
         steps = self.steps + 1
         weights = [momentum_weight(step, config) for step in steps.tolist()]
-        alpha = torch.tensor(weights, dtype=self.current.dtype, device=self.current.device)[:, None, None, None]
-        plain = self.current - self.before
-        update = (1 - alpha) * plain + alpha * self.average
-        taken = update if config.running_mean == "corrected" else plain
+        alpha = torch.tensor(weights, dtype=self.open.dtype, device=self.open.device)[:, None, None, None]
+        update = (1 - alpha) * self.open + alpha * self.average
+        taken = update if config.running_mean == "corrected" else self.open
         average = self.average + (taken - self.average) / steps[:, None, None, None]
         chosen = _spread(rows)
-        self.current = torch.where(chosen, self.before + update, self.current)
-        self.before = torch.where(chosen, self.current, self.before)
+        self.before = torch.where(chosen, self.before + update, self.before)
         self.average = torch.where(chosen, average, self.average)
+        self.open = torch.where(chosen, 0.0, self.open)
         self.steps = torch.where(rows, steps, self.steps)
 
     def select(self, rows: Tensor) -> None:
         """Keep those rows, in that order (beam search, several answers to one prompt)."""
-        self.current, self.before = self.current.index_select(0, rows), self.before.index_select(0, rows)
-        self.average, self.steps = self.average.index_select(0, rows), self.steps.index_select(0, rows)
+        for name in ("before", "average", "open", "steps"):
+            setattr(self, name, getattr(self, name).index_select(0, rows))
 
 
 def _spread(rows: Tensor) -> Tensor:

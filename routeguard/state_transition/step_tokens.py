@@ -58,6 +58,13 @@ class StepTokens(nn.Module):
         self._asked = asked
         return (asked.masked_fill(steps, 0), *args[1:])
 
+    def before_other(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """In further embeddings, let token 0 stand for step tokens that the base does not know."""
+        if not self.enabled:
+            return None
+        beyond = args[0] >= self.base_size
+        return (args[0].masked_fill(beyond, 0), *args[1:]) if bool(beyond.any()) else None
+
     def after_embedding(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
         """Put the step tokens' own rows in their places."""
         asked, self._asked = self._asked, None
