@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from peft import LoraConfig
 from torch import Tensor
 from torch.nn import functional
 from transformers import set_seed
 
+from routeguard import RecallProbe, RouteGuard, Track, measure_recall
+from routeguard.demo.model import load_model, load_tokenizer
 from routeguard.state_transition.convert import StateTransition, add_state_transition
 from routeguard.state_transition.losses import StepLosses, decoder_output, step_losses
 from routeguard.state_transition.teacher import teacher_rows
@@ -276,3 +278,37 @@ def test_rows_cut_in_a_step_are_warned_about(tmp_path: Path) -> None:
 def test_paths_are_watched_while_they_train_only(tmp_path: Path) -> None:
     trainer = trained(tmp_path, max_steps=1)
     assert not any(path.watched for path in trainer.transition.paths.values())
+
+
+def test_data_without_steps_is_refused(tmp_path: Path) -> None:
+    plain = Dataset.from_dict({"input_ids": [text(9).tolist()] * 4, "labels": [text(9).tolist()] * 4})
+    options = {"args": sft_arguments(tmp_path), "processing_class": tokenizer()}
+    model = converted("llama").model
+    with pytest.raises(ValueError, match=r"none of the first 4 rows holds a start token \(96, 97\)"):
+        StateTransitionTrainer(model, train_dataset=plain, **options)
+    many = concatenate_datasets([plain] * 65)
+    with pytest.warns(UserWarning, match="none of the first 256 rows holds a start token"):
+        StateTransitionTrainer(model, train_dataset=many, **options)
+
+
+def test_a_guarded_run_has_no_drift_and_its_recall_is_probed(tmp_path: Path) -> None:
+    """RouteGuard beside the trainer: drift of exactly 0 in every line, recall before and after, the base's at first."""
+    model = load_model()
+    base = measure_recall(model, load_tokenizer(), tasks="demo_needles", lengths=(128,), num_samples=4)
+    add_state_transition(model, config(start_token_ids=(83,), end_token_id=84))
+    ids = [[*text(8, seed=row).tolist(), 83, 20, 21, 22, 84, 83, 23, 24, 84] for row in range(8)]
+    probe = RecallProbe(lengths=(128,), tasks="demo_needles", num_samples=4)
+    trainer = StateTransitionTrainer(
+        model,
+        args=sft_arguments(tmp_path, max_steps=3, learning_rate=1e-2, logging_steps=1),
+        train_dataset=Dataset.from_dict({"input_ids": ids, "labels": ids}),
+        processing_class=load_tokenizer(),
+        callbacks=[RouteGuard(protect=Track(), probe=probe)],
+    )
+    trainer.train()
+    drifts = [value for line in trainer.state.log_history for name, value in line.items() if "drift" in name]
+    assert drifts and set(drifts) == {0.0}
+    recalled = [line["recall/@128"] for line in trainer.state.log_history if "recall/@128" in line]
+    assert len(recalled) >= 2 and recalled[0] == recalled[-1] == base.accuracy() == 1.0
+    moved = [p.detach().abs().max() > 0 for name, p in trainer.transition.named_parameters() if "multiplier" in name]
+    assert moved and all(moved)  # the run did train the paths

@@ -12,9 +12,10 @@ from trl import SFTTrainer
 from routeguard.state_transition.convert import StateTransition
 from routeguard.state_transition.files import CONFIG_FILE
 from routeguard.state_transition.layout import STEP
-from routeguard.state_transition.losses import LOSS_TOKENS, decoder_output, step_losses
+from routeguard.state_transition.losses import LOSS_TOKENS, StepLosses, decoder_output, step_losses
 from routeguard.state_transition.momentum import momentum_weight
 
+_CHECKED_ROWS = 256
 _REFUSED = ("peft_config", "compute_loss_func", "compute_metrics")
 
 
@@ -36,7 +37,8 @@ class StateTransitionTrainer(SFTTrainer):  # type: ignore[misc]
             with label smoothing, another loss type, Liger kernels or "wrapped" packing. Rows that `max_length` cuts
             inside a step are warned about.
 
-    Raises ValueError for those, for a model without state transition, and under FSDP or DeepSpeed.
+    Raises ValueError for those, for data without any step, for a model without state transition, and under FSDP or
+    DeepSpeed.
 
     Source: arXiv 2602.01198.
     """
@@ -57,7 +59,7 @@ class StateTransitionTrainer(SFTTrainer):  # type: ignore[misc]
         super().__init__(model, **kwargs)
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ValueError("StateTransitionTrainer runs on one device or under DDP, not under FSDP or DeepSpeed")
-        self._warn_of_cut_rows()
+        self._check_rows()
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -86,15 +88,23 @@ class StateTransitionTrainer(SFTTrainer):  # type: ignore[misc]
         self._note(losses)
         return (loss, outputs) if return_outputs else loss
 
-    def _warn_of_cut_rows(self) -> None:
-        """Say how many rows `max_length` cut in the middle of a step: their answers, and the steps after, are gone."""
-        limit, data = self.args.max_length, self.train_dataset
-        if not limit or not hasattr(data, "__getitem__") or "input_ids" not in (data.column_names or []):
+    def _check_rows(self) -> None:
+        """Refuse data without steps; say how many rows `max_length` cut within one, whose later steps are gone."""
+        limit, data, config = self.args.max_length, self.train_dataset, self.transition.config
+        if not hasattr(data, "__getitem__") or "input_ids" not in (data.column_names or []):
             return
-        rows = [data[i]["input_ids"] for i in range(min(len(data), 256))]
-        marks = (*self.transition.config.start_token_ids, self.transition.config.end_token_id)
-        last = [next((t for t in reversed(ids) if t in marks), None) for ids in rows if len(ids) == limit]
-        cut = sum(token in self.transition.config.start_token_ids for token in last)
+        rows = [data[i]["input_ids"] for i in range(min(len(data), _CHECKED_ROWS))]
+        starts = set(config.start_token_ids)
+        if not any(starts.intersection(ids) for ids in rows):
+            about = (
+                f"none of the first {len(rows)} rows holds a start token {config.start_token_ids}: they train no path. "
+                "Mark the steps (mark_steps), and tokenize with the tokenizer that add_step_tokens changed"
+            )
+            if len(rows) == len(data):
+                raise ValueError(about)
+            warnings.warn(about, stacklevel=3)
+        last = [next((t for t in reversed(ids) if t in config.token_ids), None) for ids in rows if len(ids) == limit]
+        cut = sum(token in starts for token in last)
         if cut:
             warnings.warn(
                 f"{cut} of the first {len(rows)} rows are cut at max_length={limit} in the middle of a step; raise it "
@@ -102,7 +112,7 @@ class StateTransitionTrainer(SFTTrainer):  # type: ignore[misc]
                 stacklevel=3,
             )
 
-    def _note(self, losses: Any) -> None:
+    def _note(self, losses: StepLosses) -> None:
         transition = self.transition
         running = transition.running
         assert running is not None
