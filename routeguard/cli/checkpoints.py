@@ -26,7 +26,7 @@ roles_option = click.option("--roles", default="query,key", help="For ablations 
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")
 
 
-@click.command()
+@click.command(short_help="Put queries and keys back to those of the start.")
 @click.argument("base")
 @click.argument("tuned", type=FolderOrFile)
 @click.option("--out", type=FolderOrFile, help="Folder for the repaired copy; must not exist.")
@@ -86,7 +86,7 @@ def restore(
         click.echo(f"routeguard: {report.output} {done}; only its report could not be printed: {error}", err=True)
 
 
-@click.command()
+@click.command(short_help="Move every weight a fraction of the way back.")
 @click.argument("base")
 @click.argument("tuned", type=FolderOrFile)
 @click.option("--out", type=FolderOrFile, required=True, help="Folder for the averaged copy; must not exist.")
@@ -107,7 +107,7 @@ def average(base: str, tuned: Path, out: Path, alpha: float, insist: bool, quiet
     _show(report, quiet=quiet, as_json=as_json)
 
 
-@click.command()
+@click.command(short_help="How far queries and keys moved, by layer and head.")
 @click.argument("base")
 @click.argument("tuned", type=FolderOrFile)
 @roles_option
@@ -155,7 +155,7 @@ def drift(
         click.echo(f"picture: {plot}")
 
 
-@click.command()
+@click.command(short_help="Take back a restore that was made in place.")
 @click.argument("folder", type=FolderOrFile)
 @insist_option
 @quiet_option

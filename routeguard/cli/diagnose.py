@@ -26,7 +26,7 @@ text_option = click.option("--text", type=FolderOrFile, help="Text file to measu
 plot_option = click.option("--plot", type=FolderOrFile, help="Write the picture to this file (.png, .pdf, .svg).")
 
 
-@click.group()
+@click.group(short_help="Why does recall fall? Tables and pictures.")
 def diagnose() -> None:
     """Why does recall fall? Attention distance, routing pictures, layer importance, drift."""
 
@@ -204,7 +204,7 @@ def drift(run: Path, plot: Path | None, as_json: bool) -> None:
     _show(drift_report(run), as_json=as_json, plot=plot)
 
 
-@click.command()
+@click.command(short_help="How local is this training data?")
 @click.argument("data", type=FolderOrFile)
 @click.option("--tokenizer", type=FolderOrFile, help="Folder with a tokenizer.")
 @click.option("--model", type=FolderOrFile, help="The model to train: also measure its gradient.")

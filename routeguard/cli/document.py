@@ -16,14 +16,27 @@ current. `--help` after any command prints the same.
 
 Exit codes: 0 done; 1 a check failed; 2 the call could not be carried out (bad input); 3 a file could not be read or
 written. Every command with `--json` prints its whole result for other programs. Commands that compare or repair
-checkpoints (`inspect`, `verify`, `drift`, `restore`, `average`, `undo`) load no model.
+checkpoints (`inspect`, `verify`, `drift`, `restore`, `average`, `undo`) load no model. Colour and progress bars are
+left out where the output is no terminal, and colour where `NO_COLOR` is set.
+
+Completion of commands and options, for bash (`zsh_source` and `fish_source` for the others, into `~/.zshrc` or
+`~/.config/fish/completions/routeguard.fish`):
+
+```text
+echo 'eval "$(_ROUTEGUARD_COMPLETE=bash_source routeguard)"' >> ~/.bashrc
+```
 """
 
 
 def document() -> str:
     """The page as Markdown."""
     context = click.Context(app, info_name="routeguard", **app.context_settings)
-    return _INTRODUCTION + "".join(_section(command, context, name) for name, command in sorted(app.commands.items()))
+    return _INTRODUCTION + "".join(_section(command, context, name) for name, command in _ordered(app, context))
+
+
+def _ordered(group: click.Group, context: click.Context) -> list[tuple[str, click.Command]]:
+    """The commands of a group, as its help lists them."""
+    return [(name, group.commands[name]) for name in group.list_commands(context)]
 
 
 def _section(command: click.Command, parent: click.Context, name: str) -> str:
@@ -32,7 +45,7 @@ def _section(command: click.Command, parent: click.Context, name: str) -> str:
     lines = [f"\n{'#' * level} {context.command_path}\n", inspect.cleandoc(command.help or "") + "\n"]
     lines.append(f"```text\n{context.command_path} {' '.join(command.collect_usage_pieces(context))}\n```\n")
     if isinstance(command, click.Group):
-        parts = [_section(sub, context, title) for title, sub in sorted(command.commands.items())]
+        parts = [_section(sub, context, title) for title, sub in _ordered(command, context)]
         return "\n".join(lines) + "".join(parts)
     records = [option.get_help_record(context) for option in command.params if isinstance(option, click.Option)]
     lines.append("| option | meaning |\n|---|---|")

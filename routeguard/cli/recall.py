@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from routeguard.recall.result import RecallResult
 
 
-@click.command()
+@click.command(short_help="Measure recall by context length and depth.")
 @click.argument("model")
 @click.option(
     "--tasks", default="niah_single_2,niah_single_3,niah_multikey_2", help="With commas; each also as NAME+reasoning."
@@ -104,7 +104,7 @@ def recall(
         _write(result, output)
 
 
-@click.command()
+@click.command(short_help="Fail if recall fell from one measurement to another.")
 @click.argument("before", type=FolderOrFile)
 @click.argument("after", type=FolderOrFile)
 @click.option(

@@ -9,7 +9,7 @@ import click
 from routeguard.cli.shared import FolderOrFile, clear_errors, json_option, reasoning_scores, refuse_no_place
 
 
-@click.command()
+@click.command(short_help="A guarded run as one HTML page or model-card section.")
 @click.argument("run", type=FolderOrFile)
 @click.option("--output", type=FolderOrFile, help="The page. Default: routeguard/report.html in RUN.")
 @click.option("--recall-before", type=FolderOrFile, help="recall.json of `routeguard recall` before the training.")

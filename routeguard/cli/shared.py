@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +16,7 @@ import click
 
 from routeguard.routes.collection import Role
 from routeguard.routes.resolve import check_roles
+from routeguard.storage.folder import tokenizer_files
 from routeguard.versions import check_versions
 
 FolderOrFile = click.Path(path_type=Path)
@@ -22,8 +25,6 @@ layers_option = click.option("--layers", metavar="3,7,11", help="Only these laye
 norms_option = click.option("--norms", is_flag=True, help="Also the gains of query and key norms.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 insist_option = click.option("--insist", is_flag=True, help="Go on although the check that refuses says no.")
-
-_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -45,6 +46,13 @@ def clear_errors(function: Function) -> Function:
             fail(f"out of memory ({_reason(error)}); ask for fewer tokens or samples at a time", 2)
 
     return wrapped  # type: ignore[return-value]
+
+
+@contextmanager
+def libraries_on_stderr() -> Iterator[None]:
+    """What libraries print (DeepSpeed does, once it is imported) goes to standard error, which leaves results alone."""
+    with redirect_stdout(sys.stderr):
+        yield
 
 
 def fail(message: str, code: int) -> None:
@@ -113,6 +121,7 @@ def refuse_no_place(path: Path, option: str) -> None:
         raise ValueError(f"{option}: no permission to write in {folder}")
 
 
+@libraries_on_stderr()
 def load_model(path: str | Path, device: str | None = None) -> tuple[Any, Any]:
     """Model and tokenizer of a folder, on the accelerator if there is one. Code in the folder never runs.
 
@@ -145,8 +154,7 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:
-        found = [name for pattern in _TOKENIZER_FILES for name in folder.glob(pattern)]
-        reason = f"cannot be loaded: {_reason(error)}" if found else "is missing"
+        reason = f"cannot be loaded: {_reason(error)}" if tokenizer_files(folder) else "is missing"
         raise ValueError(
             f"{folder}: its tokenizer {reason}; `tokenizer.save_pretrained({str(folder)!r})` puts one there"
         ) from None

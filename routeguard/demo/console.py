@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from routeguard.quiet_libraries import quiet_libraries
 
 if TYPE_CHECKING:
     from routeguard.demo.run import DemoResult
@@ -34,7 +35,7 @@ def show_demo(
         console.width = max(console.width, LOG_WIDTH)
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    with _no_kernel_hints(), _progress_on(console) as progress:
+    with quiet_libraries(), _progress_on(console) as progress:
         from routeguard.demo import report, run
 
         result = run.run_demo(folder, seeds=seeds, all_modes=all_modes, steps=steps, progress=progress)
@@ -77,20 +78,3 @@ def _progress_on(console: Console) -> Iterator[Callable[[str, int, int], None]]:
             bars.update(current[1], completed=done)
 
         yield bar
-
-
-@contextmanager
-def _no_kernel_hints() -> Iterator[None]:
-    """Keep hints about missing CUDA or CPU kernels out of the demo; nothing here would use them."""
-    bitsandbytes = logging.getLogger("bitsandbytes")
-    before = bitsandbytes.level
-    bitsandbytes.setLevel(logging.ERROR)
-    import transformers
-
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-        bitsandbytes.setLevel(before)

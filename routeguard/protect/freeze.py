@@ -58,7 +58,7 @@ class Frozen:
 
         `freeze` does it once; call it again after loading other weights into the model.
         """
-        _refuse_moving_factor(self.rows)
+        refuse_started_adapters(trained_adapters(self.rows))
         for held in self.rows:
             self.start[held.name] = take_rows(held.parameter.detach(), held.rows, held.dim).clone()
 
@@ -175,8 +175,8 @@ def _clearing(held: Held) -> Callable[[Tensor], None]:
     return clear
 
 
-def _refuse_moving_factor(rows: Sequence[Held]) -> None:
-    moving = trained_adapters(rows)
+def refuse_started_adapters(moving: Sequence[str]) -> None:
+    """Raise ValueError if any B factor, held in some of its rows, is not at zero there."""
     if moving:
         raise ValueError(
             f"{moving[0]} (and {len(moving) - 1} more) is not zero in its held rows: the adapter starts elsewhere "

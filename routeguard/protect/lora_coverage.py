@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
@@ -31,8 +31,8 @@ class LoraCoverage:
     """What the adapters of a PEFT model reach.
 
     Attributes:
-        adapted: linear modules with an adapter.
-        missing: linear modules without one; `left_out` is a key of `REASONS`, or None if nothing speaks against one.
+        adapted: linear modules with an adapter; `left_out` is a key of `REASONS` where something speaks against it.
+        missing: linear modules without one, `left_out` likewise.
         expert_tensors: adapted parameters that are no linear modules (`target_parameters`).
         num_layers: decoder layers of the model.
         num_adapter_parameters: trainable parameters of the model.
@@ -93,10 +93,27 @@ def check_lora_coverage(
     if fused not in FUSED:
         raise ValueError(f"fused={fused!r} not understood; choose 'exclude' or 'include'")
     layers = None if layers is None else list(layers)
+    coverage = lora_coverage(peft_model, layers=layers, shared=shared)
+    held = quiet_routes(peft_model, layers=layers, shared=shared)
+    _refuse_trained_routes(peft_model, held, coverage.adapted, fused)
+    few = few_layers(peft_model, coverage)
+    if few is not None:
+        warnings.warn(few, UserWarning, stacklevel=2)
+    if not quiet:
+        print(coverage)
+    return coverage
+
+
+def lora_coverage(peft_model: nn.Module, *, layers: Iterable[int] | None = None, shared: bool = False) -> LoraCoverage:
+    """What the adapters of a PEFT model reach, queries and keys or not. Arguments as for `check_lora_coverage`.
+
+    Raises ValueError where nothing is adapted.
+    """
+    layers = None if layers is None else list(layers)
     routes = quiet_routes(peft_model, shared=shared)
     held = quiet_routes(peft_model, layers=layers, shared=shared)
     modules = linear_modules(peft_model, routes, layers=None if layers is None else held.layers)
-    adapters = {name: m for name, m in top_level_modules(dict(peft_model.named_modules())) if is_adapter(m)}
+    adapters = _adapters(peft_model)
     wrapped_parameters = _wrapped_parameters(peft_model, adapters)
     adapted = tuple(m for m in modules if m.name in adapters)
     if not adapted and not wrapped_parameters:
@@ -104,19 +121,32 @@ def check_lora_coverage(
             f"no adapter found in {type(peft_model).__name__}: wrap it with get_peft_model(model, lora_config(model)) "
             "first (prompt and prefix tuning bypass the weights and are not covered)"
         )
-    _refuse_trained_routes(peft_model, held, adapted, wrapped_parameters, fused)
-    coverage = LoraCoverage(
-        adapted=tuple(replace(m, left_out=None) for m in adapted),
+    return LoraCoverage(
+        adapted=adapted,
         missing=tuple(m for m in modules if m.name not in adapters),
         expert_tensors=tuple(wrapped_parameters.values()),
         num_layers=len(routes.layer_kinds),
         num_adapter_parameters=sum(p.numel() for p in peft_model.parameters() if p.requires_grad),
         notes=target_notes(peft_model, routes, adapted, shared=shared, reached=wrapped_parameters.values()),
     )
-    _warn_if_few_layers(routes, coverage)
-    if not quiet:
-        print(coverage)
-    return coverage
+
+
+def few_layers(peft_model: nn.Module, coverage: LoraCoverage) -> str | None:
+    """What to say where the adapters reach fewer than half of the decoder's layers; None where they reach more."""
+    routes = quiet_routes(peft_model)
+    decoder = find_decoder(routes)
+    reached = {*coverage.layers, *(decoder.locate(name)[0] for name in coverage.expert_tensors)} - {None}
+    if len(reached) >= FEW_LAYERS * coverage.num_layers:
+        return None
+    return (
+        f"the adapters reach {len(reached)} of {coverage.num_layers} layers of {routes.model_type!r} "
+        f"({summarise((m.inner, None) for m in coverage.adapted)}); a default target list often misses the other "
+        "kinds of layers of a hybrid. lora_config(model) reaches all of them"
+    )
+
+
+def _adapters(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: m for name, m in top_level_modules(dict(model.named_modules())) if is_adapter(m)}
 
 
 def _wrapped_parameters(model: nn.Module, adapters: dict[str, nn.Module]) -> dict[int, str]:
@@ -134,9 +164,8 @@ def _wrapped_parameters(model: nn.Module, adapters: dict[str, nn.Module]) -> dic
     return found
 
 
-def _refuse_trained_routes(
-    model: nn.Module, held: Routes, adapted: Iterable[LinearModule], wrapped: dict[int, str], fused: Fused
-) -> None:
+def _refuse_trained_routes(model: nn.Module, held: Routes, adapted: Iterable[LinearModule], fused: Fused) -> None:
+    wrapped = _wrapped_parameters(model, _adapters(model))
     whole = [m for m in adapted if m.left_out == "routing"]
     partly = [m for m in adapted if m.left_out == "fused"]
     parameters = dict(model.named_parameters())
@@ -154,17 +183,4 @@ def _refuse_trained_routes(
             "adapters sit on tensors that are partly queries or keys: "
             f"{summarise((m.inner, m.layer) for m in partly)}; {remedy}, or pass fused='include' here and train with "
             "RouteGuard(protect=Freeze())"
-        )
-
-
-def _warn_if_few_layers(routes: Routes, coverage: LoraCoverage) -> None:
-    decoder = find_decoder(routes)
-    reached = {*coverage.layers, *(decoder.locate(name)[0] for name in coverage.expert_tensors)} - {None}
-    if len(reached) < FEW_LAYERS * coverage.num_layers:
-        warnings.warn(
-            f"the adapters reach {len(reached)} of {coverage.num_layers} layers of {routes.model_type!r} "
-            f"({summarise((m.inner, None) for m in coverage.adapted)}); a default target list often misses the other "
-            "kinds of layers of a hybrid. lora_config(model) reaches all of them",
-            UserWarning,
-            stacklevel=3,
         )

@@ -14,6 +14,7 @@ from routeguard.storage.header import StoredTensor, read_header
 MAX_JSON_BYTES = 100 * 2**20
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 
 def checkpoint_config(folder: Path) -> dict[str, Any]:
@@ -124,6 +125,11 @@ def adapter_file(folder: Path) -> Path:
             f"{pickled if (folder / 'adapter_model.bin').is_file() else ''}"
         )
     return file
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Files of a folder that may hold a tokenizer."""
+    return [path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)]
 
 
 def quantisation_of(config: Mapping[str, Any]) -> str:

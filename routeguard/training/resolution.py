@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -15,6 +16,31 @@ from routeguard.sharding.whole import local_tensor
 _SAMPLE = 65_536  # entries looked at
 _STEPS = 50  # steps looked at between two reports
 _LOW = (torch.bfloat16, torch.float16)
+FEW = 0.5  # a smaller share of moving entries draws a warning
+
+
+def moving_share(step: float, std: float, dtype: torch.dtype) -> float:
+    """Share of normally distributed weights that an update of this size changes, rounded to nearest (derived).
+
+    Neighbours of a weight in [2^e, 2^(e+1)) are eps · 2^e apart, and it moves if the update is more than half of that.
+
+    Args:
+        step: absolute size of the update, above 0.
+        std: standard deviation of the weights, whose mean is 0.
+        dtype: of the weights.
+    """
+    moves_below = 2.0 ** math.ceil(math.log2(2 * step / torch.finfo(dtype).eps))
+    return math.erf(moves_below / (std * math.sqrt(2)))
+
+
+def too_small(share: float, tag: str, dtype: torch.dtype) -> str:
+    """What is wrong where only this share of the entries of a tagged group moves in a step, and what helps."""
+    return (
+        f"only {share:.1%} of the routing entries that should move in a step do: the updates of the {tag!r} group are "
+        f"below the resolution of {str(dtype).removeprefix('torch.')}, and rounding swallows them. Load the model in "
+        "float32 (bf16=True then trains with float32 masters), use an optimizer with stochastic rounding, a larger "
+        "scale or strength, or Freeze()"
+    )
 
 
 class ResolutionWatch:
@@ -59,18 +85,10 @@ class ResolutionWatch:
         if not total:
             return None
         fraction = float(moved / total)
-        if fraction < 0.5 and not self._warned:
+        if fraction < FEW and not self._warned:
             self._warned = True
             assert self._parameter is not None
-            dtype = str(self._parameter.dtype).removeprefix("torch.")
-            warnings.warn(
-                f"only {fraction:.1%} of the routing entries that should move in a step do: the updates of the "
-                f"{self._groups.tag!r} group are below the resolution of {dtype}, and rounding swallows them. Load the "
-                "model in float32 (bf16=True then trains with float32 masters), use an optimizer with stochastic "
-                "rounding, a larger scale or strength, or Freeze()",
-                UserWarning,
-                stacklevel=2,
-            )
+            warnings.warn(too_small(fraction, self._groups.tag, self._parameter.dtype), UserWarning, stacklevel=2)
         return fraction
 
     def remove(self) -> None:

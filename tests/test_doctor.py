@@ -1,0 +1,495 @@
+"""The doctor: what it reads from configs, and that each of its rules speaks up where it should and nowhere else."""
+
+from __future__ import annotations
+
+import importlib.metadata as metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from routeguard import check_lora_coverage, find_routes, freeze
+from routeguard.cli.main import app
+from routeguard.doctor.environment import check_environment, missing_extra
+from routeguard.doctor.examine import examine
+from routeguard.doctor.findings import Finding, Report
+from routeguard.doctor.read_config import read_settings
+from routeguard.doctor.rehearsal import rehearse_engine
+from routeguard.doctor.settings import AdapterSettings, TrainingSettings
+from routeguard.protect.recipes import choose
+from routeguard.training.engines import Engine
+from routeguard.training.resolution import moving_share
+from tests.loops import tiny
+from tests.zoo.build import build
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A saved tiny model by its name in the zoo."""
+    made: dict[str, Path] = {}
+
+    def folder(case: str) -> Path:
+        if case not in made:
+            made[case] = tmp_path_factory.mktemp(case)
+            build(case).save_pretrained(made[case])
+        return made[case]
+
+    return folder
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Write a config and give its path; the working directory is its folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def to_file(name: str = "run.yaml", **settings: Any) -> Path:
+        (tmp_path / name).write_text(json.dumps(settings))  # JSON is YAML
+        return tmp_path / name
+
+    return to_file
+
+
+def texts(report: Report | list[Finding], level: str, about: str = "") -> str:
+    findings = report.findings if isinstance(report, Report) else report
+    return "\n".join(f.text for f in findings if f.level == level and about in f.about)
+
+
+# -- the environment ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "level", "text", "do"),
+    [
+        ("trl", "0.9.6", "error", "trl is 0.9.6; trl>=", "pip install --upgrade 'trl>="),
+        ("trl", None, "error", "trl is not installed", "pip install --upgrade 'trl>="),
+        ("bitsandbytes", None, "note", "bitsandbytes is not installed (optional)", "pip install 'routeguard[quant]'"),
+        ("bitsandbytes", "0.1.0", "error", "bitsandbytes is 0.1.0", "pip install --upgrade 'bitsandbytes>="),
+    ],
+)
+def test_packages_outside_their_bounds(
+    package: str, version: str | None, level: str, text: str, do: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert package not in "".join(f.text for f in check_environment() if f.level != "ok")
+    real = metadata.version
+
+    def pretended(name: str) -> str:
+        if name == package and version is None:
+            raise metadata.PackageNotFoundError(name)
+        return str(version) if name == package else real(name)
+
+    monkeypatch.setattr(metadata, "version", pretended)
+    found = [f for f in check_environment() if package in f.text and f.level == level]
+    assert len(found) == 1 and text in found[0].text and found[0].do.startswith(do)
+
+
+def test_an_old_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "Python" not in texts(check_environment(), "error")
+    monkeypatch.setattr(platform, "python_version", lambda: "3.9.1")
+    assert "Python is 3.9.1; >=3.10 is needed" in texts(check_environment(), "error")
+
+
+def test_what_a_config_needs_must_be_there(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = write(load_in_4bit=True, use_peft=True)
+    if missing_extra("bitsandbytes") is None:
+        assert "bitsandbytes" not in texts(examine(config), "error")
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "0.1" if name == "bitsandbytes" else real(name))
+    assert missing_extra("torch") is None
+    found = missing_extra("bitsandbytes")
+    assert found is not None and "the config needs bitsandbytes, which is 0.1, too old" in found.text
+
+
+# -- reading configs ---------------------------------------------------------------------------------------------------
+
+
+def test_a_config_of_trl(write: Write) -> None:
+    path = write(
+        model_name_or_path="a/b", dtype="bfloat16", learning_rate="1e-5", optim="adafactor", use_peft=True, lora_r=8,
+        lora_target_modules=["q_proj", "v_proj"], packing=True, max_length=4096, dataset_name="x", beta=0.1,
+    )  # fmt: skip
+    found = read_settings(path)
+    assert found == TrainingSettings(
+        tool="trl", model="a/b", dtype="bfloat16", learning_rate=1e-5, optimizer="adafactor",
+        adapter=AdapterSettings(rank=8, target_modules=("q_proj", "v_proj")),
+    )  # fmt: skip
+    assert read_settings(write(learning_rate=1e-5, fp16=True)).mixed_precision == "fp16"
+    nested = read_settings(write(model_name_or_path="a/b", model_init_kwargs={"torch_dtype": "float16"}))
+    assert nested.dtype == "float16"
+    one = read_settings(write(use_peft=True, lora_target_modules=["all-linear"]))
+    assert one.adapter is not None and one.adapter.target_modules == "all-linear"
+
+
+def test_a_config_of_axolotl(write: Write) -> None:
+    found = read_settings(
+        write(
+            base_model="a/b",
+            adapter="qlora",
+            load_in_4bit=True,
+            lora_r=16,
+            lora_target_linear=True,
+            bf16="auto",
+            learning_rate=2e-4,
+            optimizer="adamw_bnb_8bit",
+            peft_use_dora=True,
+        )
+    )
+    assert found == TrainingSettings(
+        tool="axolotl", model="a/b", dtype="bfloat16", learning_rate=2e-4, optimizer="adamw_bnb_8bit",
+        quantised_bits=4, adapter=AdapterSettings(rank=16, target_modules="all-linear", use_dora=True),
+    )  # fmt: skip
+    regex = read_settings(write(base_model="a/b", adapter="lora", lora_target_modules="x|y,z", learning_rate=1e-4))
+    assert regex.adapter is not None and regex.adapter.target_modules == "x|y,z"
+    other = read_settings(write(base_model="a/b", adapter="llama-adapter"))
+    assert len(other.problems) == 2 and other.adapter is None and other.dtype == "float32"
+
+
+def test_a_config_of_llama_factory(write: Write) -> None:
+    found = read_settings(write(model_name_or_path="a/b", stage="sft", bf16=True, lora_target="q_proj,v_proj"))
+    assert found == TrainingSettings(
+        tool="llama-factory", model="a/b", dtype="float32", learning_rate=5e-5,
+        adapter=AdapterSettings(rank=8, target_modules=("q_proj", "v_proj")),
+    )  # fmt: skip
+    full = read_settings(write(model_name_or_path="a/b", finetuning_type="full", bf16=True, pure_bf16=True))
+    assert full.adapter is None and full.dtype == "bfloat16"
+    assert (
+        "freeze is not looked at"
+        in read_settings(write(model_name_or_path="a/b", finetuning_type="freeze")).problems[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "engine", "stage"),
+    [
+        ({"deepspeed": {"zero_optimization": {"stage": 3}, "optimizer": {}}}, "DeepSpeed", 3),
+        ({"deepspeed": "ds.json"}, "DeepSpeed", 2),
+        ({"fsdp": "full_shard", "fsdp_config": {"fsdp_version": 2}}, "FSDP2", 0),
+        ({"fsdp": ["full_shard"], "fsdp_config": {"version": 1, "use_orig_params": "false"}}, "FSDP1", 0),
+        ({"fsdp": ""}, None, 0),
+        ({"fsdp_config": {"version": 2}}, None, 0),
+    ],
+)
+def test_the_engine_of_a_config(settings: dict[str, Any], engine: str | None, stage: int, write: Write) -> None:
+    write("ds.json", zero_optimization={"stage": 2})
+    found = read_settings(write(learning_rate=1e-5, **settings))
+    assert (None if found.engine is None else found.engine.name, found.zero_stage) == (engine, stage)
+    if engine == "FSDP1":
+        assert found.engine is not None and not found.engine.use_orig_params
+    if stage == 3:
+        assert found.engine is not None and "optimizer" in found.engine.own_blocks
+
+
+def test_the_engine_of_an_axolotl_config(write: Write) -> None:
+    common = {"base_model": "a/b", "learning_rate": 1e-4}
+    two = read_settings(write(**common, fsdp_version=2, fsdp_config={"offload_params": False}))
+    one = read_settings(write(**common, fsdp=["full_shard"]))
+    assert two.engine == Engine("FSDP2") and one.engine == Engine("FSDP1")
+
+
+def test_keys_that_were_not_looked_at(write: Write) -> None:
+    found = read_settings(
+        write(learning_rate=1e-5, packing=True, lora_target_module="x", parallelism_config={}, banana=3)
+    )
+    assert found.unlooked == (
+        "lora_target_module (did you mean lora_target_modules?)", "parallelism_config", "banana",
+    )  # fmt: skip
+    other = read_settings(write(base_model="a/b", learning_rate=1e-5, unfrozen_parameters=["^lm_head"]))
+    assert other.unlooked == ("unfrozen_parameters",)
+    third = read_settings(
+        write(model_name_or_path="a/b", stage="sft", template="x", do_train=True, freeze_vision_tower=1)
+    )
+    assert third.unlooked == ("freeze_vision_tower",)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no settings"),
+        ("- a\n- b", "holds no settings"),
+        ("a: [", "neither YAML nor JSON"),
+        ("banana: 3", "is no config that is understood"),
+        ("base_model: a\nmodel_name_or_path: b", "whose config is it"),
+        ("learning_rate: fast", "learning_rate is 'fast', not a number"),
+        ("use_peft: perhaps", "use_peft is 'perhaps', not true or false"),
+        ("use_peft: true\nlora_r: 1.5", "lora_r is 1.5, not a whole number"),
+        ("dtype: int3", "choose from"),
+        ("deepspeed: nowhere.json", "deepspeed names nowhere.json, which is not a file"),
+        ("use_peft: true\nlora_target_modules: {a: 1}", "not a list of names"),
+    ],
+)
+def test_a_config_that_is_none(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    done = CliRunner().invoke(app, ["doctor", str(tmp_path / "run.yaml")])
+    assert done.exit_code == 2 and message in done.output and "Traceback" not in done.output
+
+
+# -- engines, before any model is looked at ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "protect", "restore", "message"),
+    [
+        (TrainingSettings(engine=Engine("FSDP1")), "low_lr", None, "flattened"),
+        (TrainingSettings(engine=Engine("FSDP1", use_orig_params=False)), "freeze", None, "use_orig_params"),
+        (TrainingSettings(engine=Engine("FSDP2")), "track", "qk_pro", "whole matrices"),
+        (
+            TrainingSettings(
+                engine=Engine("DeepSpeed", frozenset({"optimizer"})), deepspeed={"zero_optimization": {"stage": 2}}
+            ),
+            "anchor",
+            None,
+            "its own 'optimizer' block",
+        ),
+        (TrainingSettings(engine=Engine("DeepSpeed"), deepspeed={}), "freeze", None, "stage 0 in 16 bits"),
+    ],
+)
+def test_what_an_engine_does_not_carry(
+    settings: TrainingSettings, protect: str, restore: str | None, message: str
+) -> None:
+    found = rehearse_engine(settings, choose(protect, restore))
+    assert message in texts(found, "error", "engine")
+    assert "RecallProbe is not supported" in texts(found, "warning", "recall")
+
+
+def test_what_an_engine_carries() -> None:
+    assert rehearse_engine(TrainingSettings(), choose()) == []
+    found = rehearse_engine(TrainingSettings(engine=Engine("FSDP2")), choose("low_lr"))
+    assert texts(found, "error") == "" and "FSDP2 carries low_lr" in texts(found, "ok")
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_nothing_keeps_from_being_guarded(folders: Any, write: Write) -> None:
+    folder = folders("lfm2")
+    report = examine(write(model_name_or_path=str(folder), learning_rate=1e-5))
+    routes = find_routes(folder)
+    assert report.ok and "freeze: queries and keys of the full-attention layers keep" in texts(report, "ok", "guard")
+    assert report.held["layers"] == list(routes.layers) and report.held["num_bytes"] == routes.num_bytes
+    assert "adamw_torch_fused (AdamW) serves freeze" in texts(report, "ok", "optimizer")
+    assert "trainer = SFTTrainer(..., callbacks=[RouteGuard()])" in report.recipe
+    assert not Path("unused").exists()  # nothing is written
+    assert "every layer" not in texts(report, "warning") and "full attention; routeguard" not in texts(
+        report, "warning"
+    )
+
+
+def test_the_weights_are_not_needed(folders: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((folders("lfm2") / "config.json").read_text())
+    report = examine(model=tmp_path)
+    assert report.ok and "holds no safetensors" in texts(report, "note", "model")
+    assert report.held["layers"] == [2, 5]
+
+
+def test_optimizers_are_refused_in_the_guards_words(folders: Any, write: Write) -> None:
+    config = write(model_name_or_path=str(folders("qwen3_5_text")), optim="adafactor")
+    model = tiny("qwen3_5_text")
+    from transformers.optimization import Adafactor
+
+    with pytest.raises(ValueError, match="treat rows independently") as refused:
+        freeze(model, find_routes(model)).attach(Adafactor(model.parameters()))
+    report = examine(config)
+    assert str(refused.value) in texts(report, "error", "optimizer") and not report.ok and not report.recipe
+    whole = examine(write(model_name_or_path=str(folders("lfm2")), optim="adafactor"))
+    assert whole.ok
+
+
+def test_an_anchor_that_pulls_too_far(folders: Any, write: Write) -> None:
+    folder = str(folders("lfm2"))
+    assert "pulls by more than" in texts(
+        examine(write(model_name_or_path=folder, learning_rate=0.1), protect="anchor"), "error", "optimizer"
+    )
+    assert examine(write(model_name_or_path=folder, learning_rate=1e-5), protect="anchor").ok
+
+
+def test_an_optimizer_that_cannot_be_made(folders: Any, write: Write) -> None:
+    report = examine(write(model_name_or_path=str(folders("lfm2")), optim="no_such"))
+    assert "no_such could not be made here" in texts(report, "warning", "optimizer")
+
+
+def test_rows_inside_shards(folders: Any, write: Write) -> None:
+    fsdp = {"fsdp": "full_shard", "fsdp_config": {"version": 2}}
+    rows = write("rows.yaml", model_name_or_path=str(folders("qwen3_5_text")), **fsdp)
+    assert "holds routing rows beside others" in texts(examine(rows, protect="low_lr"), "error")
+    assert examine(rows).ok
+    assert examine(write(model_name_or_path=str(folders("lfm2")), **fsdp), protect="low_lr").ok
+
+
+def test_masters_on_disk(folders: Any, write: Write) -> None:
+    for device, refused in (("nvme", True), ("cpu", False)):
+        zero = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": device}}}
+        report = examine(write(model_name_or_path=str(folders("lfm2")), deepspeed=zero), protect="low_lr")
+        assert ("swapped out to disk" in texts(report, "error", "engine")) == refused
+
+
+def test_a_quantised_base_needs_an_adapter(folders: Any, write: Write) -> None:
+    common = {"model_name_or_path": str(folders("lfm2")), "load_in_4bit": True}
+    assert "there is no adapter" in texts(examine(write(**common)), "error", "guard")
+    adapter = examine(write(**common, use_peft=True, lora_target_modules=["all-linear"]), protect="track")
+    assert "there is no adapter" not in texts(adapter, "error")
+
+
+def test_a_pure_softmax_model(folders: Any) -> None:
+    report = examine(model=folders("llama"))
+    assert "routeguard is made for hybrids" in texts(report, "warning", "guard") and report.ok
+    assert "made for hybrids" not in texts(examine(model=folders("lfm2")), "warning")
+
+
+def test_a_model_that_only_its_own_code_builds(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model", "num_hidden_layers": 2}))
+    report = examine(model=tmp_path)
+    assert "cannot build this model without code from the folder" in texts(report, "error", "model")
+
+
+def test_a_model_that_is_not_here(write: Write) -> None:
+    report = examine(write(model_name_or_path="no-such/model"))
+    assert report.ok and "nothing about it was looked at" in texts(report, "warning", "model")
+    with pytest.raises(ValueError, match="nothing is downloaded"):
+        examine(model="no-such/model")
+
+
+def test_whether_recall_can_be_measured(folders: Any, tmp_path: Path) -> None:
+    assert "no tokenizer" in texts(examine(model=folders("lfm2")), "note", "recall")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((folders("lfm2") / name).read_bytes())
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "recall can be measured" in texts(examine(model=tmp_path), "ok", "recall")
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+def test_adapters_on_queries_and_keys(folders: Any, write: Write) -> None:
+    common = {"model_name_or_path": str(folders("lfm2")), "use_peft": True}
+    report = examine(write(**common, lora_target_modules=["q_proj", "v_proj"]))
+    assert report.ok and "they take memory and do nothing" in texts(report, "warning", "adapters")
+    assert "the adapters reach 2 of 6 layers" in texts(report, "warning", "adapters")
+    line = next(line for line in report.recipe if line.startswith("lora_target_modules"))
+    advised = write("advised.yaml", **common, lora_target_modules=[line.split("'")[1]])
+    better = examine(advised)
+    assert texts(better, "warning") == "" and "stand still anyway" in texts(better, "ok", "adapters")
+    anchored = examine(write(**common, lora_target_modules=["q_proj", "k_proj"]), protect="anchor")
+    assert "are what anchor acts on" in texts(anchored, "note", "adapters")
+
+
+def test_advised_targets_hold_on_the_real_model(folders: Any, write: Write) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    report = examine(
+        write(model_name_or_path=str(folders("qwen3_5_text")), use_peft=True, lora_target_modules=["all-linear"])
+    )
+    config = LoraConfig(r=2, **report.lora)
+    assert check_lora_coverage(get_peft_model(tiny("qwen3_5_text"), config), quiet=True).adapted
+    assert "self_attn.q_proj (1 layer) will be frozen in the rows" in texts(report, "note", "adapters")
+    assert "self_attn.k_proj (1 layer) will be frozen: they take" in texts(report, "warning", "adapters")
+
+
+def test_a_target_that_the_model_has_not(folders: Any, write: Write) -> None:
+    report = examine(
+        write(model_name_or_path=str(folders("lfm2")), use_peft=True, lora_target_modules=["q_prj", "v_prj"])
+    )
+    assert "PEFT cannot put this adapter on the model" in texts(report, "error", "adapters")
+    one = examine(write(model_name_or_path=str(folders("lfm2")), use_peft=True, lora_target_modules=["q_proj"]))
+    assert "q_proj not found" in texts(one, "error", "adapters")  # TRL hands PEFT a lone name as a regular expression
+
+
+def test_an_adapter_that_does_not_start_at_zero(folders: Any, write: Write) -> None:
+    common = {"model_name_or_path": str(folders("qwen3_5_text")), "finetuning_type": "lora"}
+    assert "the adapter starts elsewhere" in texts(examine(write(**common, pissa_init=True)), "error", "guard")
+    assert "the adapter starts elsewhere" not in texts(examine(write(**common)), "error")
+
+
+# -- updates below the resolution of the weights -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("step", [1e-6, 5e-6, 3e-5])
+def test_the_share_of_weights_that_a_step_moves(step: float, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = (0.02 * torch.randn(200_000, generator=generator)).to(dtype)
+    moved = (weights.float() - step).to(dtype) != weights
+    assert moving_share(step, 0.02, dtype) == pytest.approx(moved.float().mean().item(), abs=0.01)
+
+
+def test_updates_that_rounding_swallows(folders: Any, write: Write) -> None:
+    common = {"model_name_or_path": str(folders("lfm2")), "learning_rate": 1e-5}
+    swallowed = "below the resolution of bfloat16"
+    assert swallowed in texts(examine(write(**common, dtype="bfloat16"), protect="low_lr"), "warning", "optimizer")
+    assert swallowed not in texts(examine(write(**common), protect="low_lr"), "warning")
+    assert swallowed not in texts(examine(write(**common, dtype="bfloat16")), "warning")
+    zero = {"zero_optimization": {"stage": 2}}
+    masters = examine(write(**common, dtype="bfloat16", deepspeed=zero), protect="low_lr")
+    assert swallowed not in texts(masters, "warning")
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_exit_codes_and_json(folders: Any, write: Write) -> None:
+    run = CliRunner().invoke
+    good = run(app, ["doctor", "--model", str(folders("lfm2")), "--protect", "track", "--restore", "qk", "--json"])
+    assert good.exit_code == 0
+    found = json.loads(good.stdout)
+    assert found["ok"] and found["held"]["num_layers"] == 6
+    assert "callbacks=[RouteGuard(protect='track', restore='qk')]" in found["recipe"][-1]
+    bad = run(app, ["doctor", str(write(model_name_or_path=str(folders("lfm2")), load_in_8bit=True))])
+    assert bad.exit_code == 1 and "\nerror\n" in bad.output and "to guard this run" not in bad.output
+    meaningless = run(app, ["doctor", "--model", str(folders("lfm2")), "--restore", "qk"])
+    assert meaningless.exit_code == 2 and "meaningless" in meaningless.output
+    assert run(app, ["doctor"]).exit_code == 0
+
+
+def test_the_lines_for_other_tools(write: Write) -> None:
+    axolotl = examine(write(base_model="no-such/model", learning_rate=1e-5), recipe="max_recall").recipe
+    assert "plugins: [guard_plugin.GuardPlugin]" in axolotl
+    assert "        return [RouteGuard(protect='track', restore=Average(alpha=0.25))]" in axolotl
+    assert "from routeguard import Average, RouteGuard" in axolotl
+    factory = examine(write(model_name_or_path="no-such/model", finetuning_type="full")).recipe
+    assert any(line.startswith("run_exp(callbacks=[RouteGuard()])") for line in factory)
+
+
+def test_commands_are_listed_by_use() -> None:
+    lines = CliRunner().invoke(app, ["--help"]).output.split("Commands:")[1].split("\n")
+    names = [line.split()[0] for line in lines if line.strip()]
+    assert names == [
+        "demo", "inspect", "doctor", "restore", "average", "drift", "verify", "undo", "recall", "gate", "diagnose",
+        "locality", "report",
+    ]  # fmt: skip
+    assert not any(line.endswith("...") for line in lines)
+
+
+def test_every_command_with_a_result_prints_json() -> None:
+    commands = [app.commands[name] for name in app.commands if name != "diagnose"]
+    commands += list(app.commands["diagnose"].commands.values())  # type: ignore[attr-defined]
+    assert all("--json" in [o for p in command.params for o in p.opts] for command in commands)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell: str) -> None:
+    code = "import sys; from routeguard.cli.main import app; app(prog_name='routeguard')"
+    variable = "_ROUTEGUARD_COMPLETE"
+    source = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, variable: f"{shell}_source"}, capture_output=True, text=True
+    )
+    assert source.returncode == 0 and f"{variable}={shell}_complete" in source.stdout
+    asked = {"COMP_WORDS": "routeguard do", "COMP_CWORD": "do" if shell == "fish" else "1"}
+    answer = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", code],
+        env={**os.environ, variable: f"{shell}_complete", **asked},
+        capture_output=True,
+        text=True,
+    )
+    assert "doctor" in answer.stdout and "restore" not in answer.stdout
+    imported = {
+        line.rsplit("|", 1)[-1].strip() for line in answer.stderr.splitlines() if line.startswith("import time")
+    }
+    assert "click" in imported and not {"torch", "transformers", "rich", "yaml"} & imported
