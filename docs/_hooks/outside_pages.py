@@ -74,8 +74,11 @@ def outside_pages() -> dict[str, tuple[str, str]]:
     for folder in sorted(folders):
         place = site_path(folder)
         assert place is not None
-        if place not in pages:
-            pages[place] = (folder + "/", _listing(folder))
+        if place in pages:
+            source, text = pages[place]
+            pages[place] = (source, f"{text}\n## Files\n\n{_listing(folder)}")
+        else:
+            pages[place] = (folder + "/", f"# {folder.removeprefix('docs/').capitalize()}\n\n{_listing(folder)}")
     return pages
 
 
@@ -89,9 +92,9 @@ def _shown(path: Path) -> str:
 
 def _listing(folder: str) -> str:
     """The files and folders in a folder, with the first line of what each says it is."""
-    lines = [f"# {folder.removeprefix('docs/').capitalize()}\n"]
+    lines = []
     for path in sorted((ROOT / folder).iterdir()):
-        if path.name.startswith((".", "_")):
+        if path.name.startswith((".", "_")) or path.name == "README.md":
             continue
         about = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) if path.suffix == ".py" else None
         said = ": " + about.splitlines()[0] if about else ""
