@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -114,7 +115,10 @@ def test_every_adapter_is_trained(name: str) -> None:
 
 def test_jamba_dt_proj_adapter_would_be_silent() -> None:
     config = peft.LoraConfig(target_modules=["dt_proj", "in_proj"], init_lora_weights=False)
-    wrapped = peft.get_peft_model(build("jamba"), config)
+    model = build("jamba")
+    if not dataclasses.is_dataclass(model.config):
+        pytest.skip("transformers before 5 calls dt_proj as a module where there are no kernels")
+    wrapped = peft.get_peft_model(model, config)
     wrapped(**example_inputs("jamba")).logits.sum().backward()
     moved = {name.split(".")[-4] for name, p in wrapped.named_parameters() if p.grad is not None}
     assert moved == {"in_proj"}
@@ -272,6 +276,8 @@ def test_tied_blocks_are_noted_because_merging_them_is_wrong() -> None:
 
 def test_expert_tensors_through_target_parameters() -> None:
     model = build("qwen3_next", device="meta")
+    if isinstance(model.model.layers[0].mlp.experts, nn.ModuleList):
+        pytest.skip("the experts of this transformers are modules")
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     wrapped = peft.get_peft_model(model, lora_config(model, target_parameters=experts))
     coverage = check_lora_coverage(wrapped, quiet=True)

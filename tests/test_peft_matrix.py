@@ -152,6 +152,8 @@ def test_tied_blocks(mode: str, case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_experts_through_target_parameters(mode: str, case: str, tmp_path: Path) -> None:
     experts = ["experts.gate_up_proj", "experts.down_proj"]
+    if not any(name.endswith(experts[0]) for name, _ in tiny(case).named_parameters()):
+        pytest.skip("the experts of this transformers are modules")
     trainer = check(mode, adapted(case, target_parameters=experts), tmp_path)
     learnt = [p.any() for name, p in trainer.model.named_parameters() if "experts" in name and "lora_B" in name]
     assert learnt and all(learnt)
