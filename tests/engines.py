@@ -13,13 +13,16 @@ import pytest
 import torch
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from routeguard import RouteGuard, find_routes, read_drift
+from routeguard import Average, RouteGuard, Track, find_routes, read_drift
 from routeguard.routes.names import without_late_wrappers
 from routeguard.sharding.whole import whole_tensor
 from tests.loops import tiny
 from tests.trainers import MODES, run
 
 GUARDS: dict[str, Callable[[], RouteGuard | None]] = {"unguarded": lambda: None, **MODES}
+WHOLE_WEIGHTS_ONLY: dict[str, Callable[[], RouteGuard | None]] = {
+    "averaged": lambda: RouteGuard(Track(), Average(0.25)),
+}
 HELD = ("freeze", "restored")  # modes after which the held rows equal their start
 RESUMED = ("freeze", "low_lr", "anchor", "restored")
 SAVING = {"save_strategy": "steps", "save_steps": 2}
@@ -28,7 +31,7 @@ SAVING = {"save_strategy": "steps", "save_steps": 2}
 Case = tuple[str, str, dict[str, Any]]
 CASES: dict[str, dict[str, Case]] = {
     "ddp": {
-        **{f"whole tensors, {mode}": ("lfm2", mode, {}) for mode in GUARDS},
+        **{f"whole tensors, {mode}": ("lfm2", mode, {}) for mode in (*GUARDS, *WHOLE_WEIGHTS_ONLY)},
         **{f"rows, {mode}": ("qwen3_5_text", mode, {}) for mode in GUARDS},
         **{f"checkpointing, {mode}": ("lfm2", mode, {"gradient_checkpointing": True}) for mode in GUARDS},
     },
@@ -81,7 +84,7 @@ def decoder_layers(model: Any) -> list[Any]:
 def train_case(case: Case, folder: Path, *, batch_size: int, resume: str | None = None, **changes: Any) -> Any:
     """Run a case; the batches of one process are those of two, side by side."""
     name, mode, specials = case
-    guard = GUARDS[mode]()
+    guard = {**GUARDS, **WHOLE_WEIGHTS_ONLY}[mode]()
     callbacks = [] if guard is None else [guard]
     # AdamW divides by the size of the gradient: with its usual epsilon, entries whose gradient is almost zero turn
     # the rounding of another order of summation into a whole step.

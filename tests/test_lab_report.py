@@ -14,7 +14,7 @@ from benchmarks.lab.report.claims import Claim, chosen, claims_table, growth_wit
 from benchmarks.lab.report.page import BEGIN, END, replaced, write_page
 from benchmarks.lab.report.select import Cell, cells, new_results
 from benchmarks.lab.report.statistics import Estimate, correlation, estimate, rank_correlation
-from benchmarks.lab.report.tables import best_table, cell_table, markdown
+from benchmarks.lab.report.tables import best_table, cell_table, headline_table, markdown
 
 # -- arithmetic ----------------------------------------------------------------------------------------------------
 
@@ -127,6 +127,13 @@ def test_tables_say_what_the_results_say() -> None:
     assert best[2].startswith("| `replay_2` | **+0.20 ± 0.00** | 1 of 1 |")
     assert any(line.startswith("| `replay_2+restore` | +0.30 ± 0.00 ↓ | 0 of 1 |") for line in best)
     assert markdown(("a", "b"), [("1", "2")]) == "| a | b |\n| --- | ---: |\n| 1 | 2 |"
+
+
+def test_the_headline_has_recall_and_reasoning_side_by_side() -> None:
+    lines = headline_table([only_cell(results())]).splitlines()
+    assert lines[0] == "|  | lfm2 recall @512 | new results |"
+    assert "| QK-Restore (the paper's method) | 0.55 ± 0.12 | 1.00 ± 0.00 |" in lines
+    assert not any("averag" in line or "every weight" in line for line in lines)  # no results, no line
 
 
 def test_claims_are_decided_by_intervals_only() -> None:

@@ -13,10 +13,11 @@ from benchmarks.lab.measuring.scores import NUM_NEEDLES
 from benchmarks.lab.report import plots
 from benchmarks.lab.report.claims import claims_table
 from benchmarks.lab.report.select import EQUAL_REASONING, Cell, cells
-from benchmarks.lab.report.tables import best_table, cell_table, markdown, reach_table
+from benchmarks.lab.report.tables import best_table, cell_table, headline_table, markdown, reach_table
+from benchmarks.lab.training.data import MAIN_DATA
 
 BEGIN, END = "<!-- generated: {} -->", "<!-- end of generated part -->"
-PARTS = ("claims", "drift", "reach", "confirmation", "development")
+PARTS = ("outcome", "claims", "drift", "reach", "confirmation", "development")
 SKELETON = "# Evidence\n\n" + "\n\n".join(f"{BEGIN.format(part)}\n{END}" for part in PARTS) + "\n"
 
 
@@ -39,6 +40,7 @@ def write_page(results: Path, output: Path) -> Path:
     parts = {
         "confirmation": _by_cell([cell for cell in found if cell.purpose == "confirmation"], output, "confirmation"),
         "development": _by_cell([cell for cell in found if cell.purpose == "development"], output, "development"),
+        "outcome": _outcome(found),
         "claims": _claims(found),
         "drift": _drift(found, output),
         "reach": reach_table(journal.read(results / REACH_FILE)),
@@ -89,6 +91,16 @@ def _caption(cell: Cell) -> str:
         f" {questions} questions a length and seed. `{BEFORE}` is the pretrained model."
         f" torch {versions['torch']}, transformers {versions['transformers']}, trl {versions['trl']}."
     )
+
+
+def _outcome(found: Sequence[Cell]) -> str:
+    """The main chain's confirmation in a few lines; development where nothing is confirmed."""
+    main = [cell for cell in found if cell.data == MAIN_DATA]
+    confirmed = [cell for cell in main if cell.purpose == "confirmation"]
+    used = confirmed or main or list(found)
+    seeds = ", ".join(f"{cell.architecture} {max(map(len, cell.results.values()))}" for cell in used)
+    note = f"Means over {used[0].purpose} seeds ({seeds}) with 95 % intervals."
+    return f"{note}\n\n{headline_table(used)}"
 
 
 def _claims(found: Sequence[Cell]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from benchmarks.lab.conditions.table import BEFORE, QK
+from benchmarks.lab.conditions.table import BEFORE, NONE, QK
 from benchmarks.lab.experiment.journal import Result
 from benchmarks.lab.language.needles import DEVELOPMENT
 from benchmarks.lab.models.architectures import ARCHITECTURES
@@ -53,6 +53,34 @@ def cell_table(cell: Cell) -> str:
                 f"{sum(drifts) / len(drifts):.2f}" if drifts else "0.00",
             ]
         )
+    return markdown(headings, rows)
+
+
+HEADLINES = {
+    BEFORE: "before fine-tuning",
+    NONE: "unguarded",
+    "freeze": "queries and keys frozen",
+    QK: "QK-Restore (the paper's method)",
+    "interpolate_0.5": "queries and keys half of the way back",
+    "wise_ft_0.1": "every weight 10 % of the way back",
+    "wise_ft_0.25": "every weight 25 % of the way back",
+    "replay_5": "5 % replay of other needles",
+    "replay_5+wise_ft_0.1": "the replay, then every weight 10 % back",
+    "replay_5+wise_ft_0.25": "the replay, then every weight 25 % back",
+}
+
+
+def headline_table(cells: Sequence[Cell]) -> str:
+    """What matters most in one look: recall at the longest length and new results, a column pair a cell."""
+    headings = ["", *(t for cell in cells for t in (f"{cell.architecture} recall @{cell.lengths[-1]}", "new results"))]
+    rows = []
+    for name, words in HEADLINES.items():
+        texts = []
+        for cell in cells:
+            there = name in cell.results
+            texts += [cell.estimate(name, score).text() if there else "–" for score in (cell.recall, new_results)]
+        if any(text != "–" for text in texts):
+            rows.append([words, *texts])
     return markdown(headings, rows)
 
 
