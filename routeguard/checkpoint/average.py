@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,7 @@ from routeguard.checkpoint.start import Start, open_start, read_routes, refuse_a
 from routeguard.checkpoint.target import free_place, refuse_base
 from routeguard.protect.modes import checked_alpha
 from routeguard.restoration.average_report import AverageReport, without_start
-from routeguard.storage.floats import Floats, to_bytes, to_floats
+from routeguard.storage.floats import Floats, to_bytes, to_bytes_at_random, to_floats
 from routeguard.storage.folder import adapter_file, checkpoint_config, is_adapter, stored_checkpoint, stored_tensors
 from routeguard.storage.header import FLOATS, StoredTensor
 from routeguard.storage.hub import local_folder
@@ -43,7 +44,8 @@ def average_checkpoint(
     """Move every weight of a saved checkpoint the fraction `alpha` of the way back: `W ← (1 − α)·W + α·W₀`.
 
     The method is WiSE-FT (arXiv 2109.01903), whose α counts from the start; ours counts from TUNED. Both checkpoints
-    are read twice, a piece at a time; no model is built. Killed at any point, there is either no OUT or a whole one.
+    are read twice, a piece at a time; no model is built. 16-bit weights are rounded at random, right on average.
+    Killed at any point, there is either no OUT or a whole one.
 
     Args:
         base: the checkpoint that the tuning started from: a folder, or a model id of the Hub (its cache first).
@@ -99,29 +101,29 @@ class _Piece:
             yield _wide(to_floats(now, kind), kind), _wide(to_floats(before, self.start.dtype), kind)
 
     def averaged(self) -> Iterator[bytes]:
-        """The new bytes, a part at a time."""
+        """The new bytes, a part at a time; the same at every call."""
+        random = np.random.default_rng(zlib.crc32(self.tensor.name.encode()))
         for tuned, start in self.pairs():
-            yield to_bytes(self._mean(tuned, start), self.tensor.dtype)
+            yield self._new(tuned, start, random)
 
-    def _mean(self, tuned: Floats, start: Floats) -> Floats:
+    def _new(self, tuned: Floats, start: Floats, random: np.random.Generator) -> bytes:
         number = tuned.dtype.type
-        mean: Floats = number(1 - self.alpha) * tuned + number(self.alpha) * start
-        return np.where(tuned == start, tuned, mean)  # what never moved keeps its bits
+        with np.errstate(invalid="ignore", over="ignore"):
+            mean: Floats = number(1 - self.alpha) * tuned + number(self.alpha) * start
+            mean = np.where(tuned == start, tuned, mean)  # what never moved keeps its bits
+            return to_bytes_at_random(mean, self.tensor.dtype, random)
 
     def compare(self) -> _Finding:
         """What averaging it is going to change. The values of TUNED and BASE must be finite."""
         found = _Finding(self.tensor)
         digest = hashlib.sha256()
+        random = np.random.default_rng(zlib.crc32(self.tensor.name.encode()))
         for tuned, start in self.pairs():
+            new = self._new(tuned, start, random)
             with np.errstate(invalid="ignore", over="ignore"):
-                new = to_bytes(self._mean(tuned, start), self.tensor.dtype)
                 difference = tuned - start
             digest.update(new)
-            kept = to_bytes(tuned, self.tensor.dtype)
-            meant = num_unequal(kept, to_bytes(start, self.tensor.dtype), self.tensor.item_bytes)
-            changed = num_unequal(kept, new, self.tensor.item_bytes)
-            found.num_changed += changed
-            found.num_kept += max(meant - changed, 0)
+            found.num_changed += num_unequal(to_bytes(tuned, self.tensor.dtype), new, self.tensor.item_bytes)
             found.moved += float(np.dot(difference, difference))
             found.size += float(np.dot(start, start))
             found.finite &= bool(np.isfinite(tuned).all() and np.isfinite(start).all())
@@ -131,11 +133,10 @@ class _Piece:
 
 @dataclass
 class _Finding:
-    """Sums over one tensor: entries changed, entries that rounding kept, ‖W − W₀‖², ‖W₀‖², whether all is finite."""
+    """Sums over one tensor: entries changed, ‖W − W₀‖², ‖W₀‖², whether all is finite."""
 
     tensor: StoredTensor
     num_changed: int = 0
-    num_kept: int = 0
     moved: float = 0.0
     size: float = 0.0
     finite: bool = True
@@ -226,7 +227,7 @@ def _job(
             f"NaN or infinite weights in TUNED or BASE: {', '.join(bad[:4])}; a run that diverged cannot be averaged, "
             "use an earlier checkpoint"
         )
-    changed, kept = (sum(getattr(found, name) for found in findings) for name in ("num_changed", "num_kept"))
+    changed = sum(found.num_changed for found in findings)
     size = sum(found.size for found in findings)
     measured = all(piece.start is not None for piece in pieces) and size > 0
     report = AverageReport(
@@ -235,7 +236,7 @@ def _job(
         num_tensors=len(pieces),
         num_entries=sum(found.tensor.num_bytes // found.tensor.item_bytes for found in findings),
         drift_before=(sum(found.moved for found in findings) / size) ** 0.5 if measured else None,
-        kept_by_rounding=kept / (changed + kept) if kept else 0.0,
+        num_16_bit=sum(f.tensor.num_bytes // 2 for f in findings if f.tensor.item_bytes == 2),
         output=str(target),
         notes=notes if changed else (*notes, "nothing changed: every weight already equals its average"),
     )

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from routeguard.restoration.report import WORTH_A_NOTE
-
 SCHEMA_VERSION = 1
 
 
@@ -21,7 +19,7 @@ class AverageReport:
         num_tensors: tensors averaged.
         num_entries: their entries.
         drift_before: ‖W − W₀‖ / ‖W₀‖ over all of them before; None for an adapter, which is measured from no start.
-        kept_by_rounding: share of the entries meant to move that rounding left where they were, 0 to 1.
+        num_16_bit: entries of 16-bit types, which were rounded at random, right on average.
         output: the folder that was written; None in memory.
         notes: what was left as it was, and why.
     """
@@ -31,7 +29,7 @@ class AverageReport:
     num_tensors: int
     num_entries: int
     drift_before: float | None
-    kept_by_rounding: float
+    num_16_bit: int = 0
     output: str | None = None
     notes: tuple[str, ...] = ()
 
@@ -44,10 +42,10 @@ class AverageReport:
             f"averaged {self.num_tensors} tensors ({self.num_entries:,} entries): {self.alpha:g} of the way back to "
             f"{self.origin}{drift}"
         ]
-        if self.kept_by_rounding >= WORTH_A_NOTE:
+        if self.num_16_bit:
             lines.append(
-                f"note: rounding kept {self.kept_by_rounding:.0%} of the entries meant to move where they were: the "
-                "stored type is too coarse for this alpha. Average the float32 weights, then cast, or take a larger one"
+                f"note: {self.num_16_bit:,} entries are of 16 bits, too coarse for small steps: each was rounded at "
+                "random to one of its two neighbours, so that the mean is right (float32 weights would be exact)"
             )
         lines += [f"note: {note}" for note in self.notes]
         if self.output is not None:

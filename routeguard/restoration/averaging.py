@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from routeguard.protect.modes import checked_alpha
 from routeguard.restoration.average_report import AverageReport, without_start
 from routeguard.restoration.meaning import check_same_meaning, meaning_of
-from routeguard.restoration.methods import interpolated
+from routeguard.restoration.rounding import NARROW, round_at_random
 from routeguard.restoration.sources import ReferenceSource, Source, as_source
 from routeguard.routes.in_memory import is_quantised
 from routeguard.routes.names import canonical_name
@@ -22,7 +22,8 @@ def average(model: nn.Module, reference: ReferenceSource, alpha: float = 0.1, *,
     """Move every weight the fraction `alpha` of the way back to its start, in place: `W ← (1 − α)·W + α·W₀`.
 
     The method is WiSE-FT (arXiv 2109.01903), whose α counts from the start; ours counts from the tuned model, as
-    `Interpolate` does. Other than a restore, it gives up a little of everything that fine-tuning taught.
+    `Interpolate` does. Other than a restore, it gives up a little of everything that fine-tuning taught. Computed in
+    float32 (float64 for float64); 16-bit weights are rounded at random, so that a small step is kept on average.
 
     Args:
         model: the tuned model, without PEFT adapters.
@@ -32,7 +33,7 @@ def average(model: nn.Module, reference: ReferenceSource, alpha: float = 0.1, *,
             weights, which then stay as tuned. Default: no.
 
     Returns:
-        An `AverageReport`: how many tensors, how far they had moved, how much rounding kept.
+        An `AverageReport`: how many tensors, how far they had moved, how many entries were rounded at random.
 
     Raises:
         ValueError: another model, missing weights, NaN, quantised weights, adapters, weights split over processes. The
@@ -107,25 +108,22 @@ def _average(
     weights: Mapping[str, nn.Parameter], source: Source, alpha: float, notes: tuple[str, ...]
 ) -> AverageReport:
     moved = size = 0.0
-    num_kept = num_meant = 0
+    generator = torch.Generator().manual_seed(0)  # the same models give the same average
     for name, weight in weights.items():
-        start = source.read(name, None, 0).to(weight.device)
         wide = torch.promote_types(weight.dtype, torch.float32)
-        moved += _squares(weight.detach().to(wide) - start.to(wide))
-        size += _squares(start.to(wide))
-        new = interpolated(weight.detach(), start, alpha)
-        num_kept += new.num_kept
-        num_meant += new.num_meant
-        weight.copy_(
-            torch.where(weight == start.to(weight.dtype), weight, new.values)
-        )  # what never moved keeps its bits
+        start = source.read(name, None, 0).to(weight.device, wide)
+        tuned = weight.detach().to(wide)
+        moved += _squares(tuned - start)
+        size += _squares(start)
+        mean = round_at_random((1 - alpha) * tuned + alpha * start, weight.dtype, generator)
+        weight.copy_(torch.where(tuned == start, weight, mean))  # what never moved keeps its bits
     return AverageReport(
         alpha=alpha,
         origin=source.origin,
         num_tensors=len(weights),
         num_entries=sum(weight.numel() for weight in weights.values()),
         drift_before=(moved / size) ** 0.5 if size else None,
-        kept_by_rounding=num_kept / num_meant if num_meant else 0.0,
+        num_16_bit=sum(weight.numel() for weight in weights.values() if weight.dtype in NARROW),
         notes=notes,
     )
 

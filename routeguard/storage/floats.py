@@ -48,6 +48,24 @@ def to_bytes(values: Floats, dtype: str) -> bytes:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).tobytes()
 
 
+def to_bytes_at_random(values: Floats, dtype: str, random: np.random.Generator) -> bytes:
+    """Finite values in a dtype; in 16 bits each becomes one of its two neighbours, so that the mean is the value.
+
+    The numpy twin of `restoration.rounding.round_at_random`; wider types are rounded to nearest.
+    """
+    near_bytes = to_bytes(values, dtype)
+    if dtype not in ("bfloat16", "float16"):
+        return near_bytes
+    near = to_floats(near_bytes, dtype)
+    outward = np.sign(np.abs(values) - np.abs(near)).astype(np.int16)
+    other_bits = np.frombuffer(near_bytes, np.int16) + outward
+    other = to_floats(other_bits.tobytes(), dtype)
+    with np.errstate(invalid="ignore"):
+        taken = random.random(len(values), np.float32) * np.abs(other - near) < np.abs(values - near)
+    taken &= np.isfinite(other)
+    return np.where(taken, other_bits, np.frombuffer(near_bytes, np.int16)).tobytes()
+
+
 def converted(data: bytes, source: str, target: str) -> bytes:
     """The same values in another dtype; the bytes themselves if it is the same."""
     return data if source == target else to_bytes(to_floats(data, source), target)
