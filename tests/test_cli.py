@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -79,10 +80,64 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: st
     assert result.output.startswith("routeguard: ")
 
 
-def test_help_lists_every_command() -> None:
-    result = runner.invoke(app, ["--help"])
-    assert result.exit_code == 0
-    assert all(command in result.output for command in ("inspect", "verify", "demo"))
+def test_commands_are_listed_by_use() -> None:
+    lines = runner.invoke(app, ["--help"]).output.split("Commands:")[1].split("\n")
+    names = [line.split()[0] for line in lines if line.strip()]
+    assert names == [
+        "demo", "inspect", "doctor", "restore", "average", "drift", "verify", "undo", "recall", "gate", "diagnose",
+        "locality", "report",
+    ]  # fmt: skip
+    assert not any(line.endswith("...") for line in lines)
+
+
+def test_every_command_with_a_result_prints_json() -> None:
+    commands = [app.commands[name] for name in app.commands if name != "diagnose"]
+    commands += list(app.commands["diagnose"].commands.values())  # type: ignore[attr-defined]
+    assert all("--json" in [o for p in command.params for o in p.opts] for command in commands)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell: str) -> None:
+    code = "import sys; from routeguard.cli.main import app; app(prog_name='routeguard')"
+    variable = "_ROUTEGUARD_COMPLETE"
+    source = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, variable: f"{shell}_source"}, capture_output=True, text=True
+    )
+    assert source.returncode == 0 and f"{variable}={shell}_complete" in source.stdout
+    asked = {"COMP_WORDS": "routeguard do", "COMP_CWORD": "do" if shell == "fish" else "1"}
+    answer = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", code],
+        env={**os.environ, variable: f"{shell}_complete", **asked},
+        capture_output=True,
+        text=True,
+    )
+    assert "doctor" in answer.stdout and "restore" not in answer.stdout
+    imported = {
+        line.rsplit("|", 1)[-1].strip() for line in answer.stderr.splitlines() if line.startswith("import time")
+    }
+    assert "click" in imported and not {"torch", "transformers", "rich", "yaml"} & imported
+
+
+def test_with_json_standard_output_holds_nothing_else(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def show_demo(output: Path, **options: object) -> None:
+        print("noise")
+        output.mkdir()
+        (output / "demo.json").write_text('{"rows": []}\n')
+
+    monkeypatch.setattr("routeguard.demo.console.show_demo", show_demo)
+    plain = runner.invoke(app, ["demo", "--output", str(tmp_path / "a")])
+    assert plain.stdout == "noise\n"
+    done = runner.invoke(app, ["demo", "--json", "--output", str(tmp_path / "b")])
+    assert json.loads(done.stdout) == {"rows": []} and "noise" in done.stderr
+
+    def from_pretrained(*args: object, **options: object) -> None:
+        print("noise")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", from_pretrained)
+    loaded = runner.invoke(app, ["recall", str(saved), "--lengths", "64", "--json"])
+    assert "noise" in loaded.stderr and "noise" not in loaded.stdout
 
 
 def test_parse_layers() -> None:

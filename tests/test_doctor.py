@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata as metadata
 import json
-import os
 import platform
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from routeguard import check_lora_coverage, find_routes, freeze
+from routeguard import Anchor, LowLR, RouteGuard, check_lora_coverage, find_routes, freeze
 from routeguard.cli.main import app
 from routeguard.doctor.environment import check_environment, missing_extra
 from routeguard.doctor.examine import examine
@@ -28,6 +25,7 @@ from routeguard.protect.recipes import choose
 from routeguard.training.engines import Engine
 from routeguard.training.resolution import moving_share
 from tests.loops import tiny
+from tests.trainers import run
 from tests.zoo.build import build
 
 Write = Callable[..., Path]
@@ -40,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def folder(case: str) -> Path:
         if case not in made:
-            made[case] = tmp_path_factory.mktemp(case)
+            made[case] = tmp_path_factory.mktemp(case.replace("/", "-"))
             build(case).save_pretrained(made[case])
         return made[case]
 
@@ -344,10 +342,30 @@ def test_a_pure_softmax_model(folders: Any) -> None:
     assert "made for hybrids" not in texts(examine(model=folders("lfm2")), "warning")
 
 
-def test_a_model_that_only_its_own_code_builds(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model", "num_hidden_layers": 2}))
+def test_a_model_that_only_its_own_code_builds(folders: Any, tmp_path: Path) -> None:
+    config = json.loads((folders("lfm2") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "no_such_model"}))
+    (tmp_path / "model.safetensors").write_bytes((folders("lfm2") / "model.safetensors").read_bytes())
     report = examine(model=tmp_path)
-    assert "cannot build this model without code from the folder" in texts(report, "error", "model")
+    assert "cannot build this model without code from the folder" in texts(report, "warning", "model")
+    assert report.ok and report.held["layers"] == [2, 5] and texts(report, "ok", "model") == str(find_routes(tmp_path))
+
+
+def test_a_model_without_full_attention(folders: Any) -> None:
+    report = examine(model=folders("phimoe/window"))
+    assert texts(report, "error").count("has no full-attention layer") == 1 and not report.ok
+
+
+@pytest.mark.parametrize(
+    "guard", [RouteGuard(), RouteGuard(LowLR(0.1)), RouteGuard(Anchor(30.0)), RouteGuard("track", "qk")]
+)
+@pytest.mark.parametrize("case", ["lfm2", "qwen3_5_text"])
+def test_it_says_what_the_guard_says(case: str, guard: RouteGuard, folders: Any, write: Write, tmp_path: Path) -> None:
+    guard = RouteGuard(guard.protect, guard.restore)
+    run(tiny(case), tmp_path / "out", guard, max_steps=1)
+    config = write(model_name_or_path=str(folders(case)), learning_rate=1e-2)
+    report = examine(config, protect=guard.protect, restore=guard.restore)
+    assert guard.summary == f"routeguard: {texts(report, 'ok', 'guard')}"
 
 
 def test_a_model_that_is_not_here(write: Write) -> None:
@@ -435,17 +453,17 @@ def test_updates_that_rounding_swallows(folders: Any, write: Write) -> None:
 
 
 def test_exit_codes_and_json(folders: Any, write: Write) -> None:
-    run = CliRunner().invoke
-    good = run(app, ["doctor", "--model", str(folders("lfm2")), "--protect", "track", "--restore", "qk", "--json"])
+    call = CliRunner().invoke
+    good = call(app, ["doctor", "--model", str(folders("lfm2")), "--protect", "track", "--restore", "qk", "--json"])
     assert good.exit_code == 0
     found = json.loads(good.stdout)
     assert found["ok"] and found["held"]["num_layers"] == 6
     assert "callbacks=[RouteGuard(protect='track', restore='qk')]" in found["recipe"][-1]
-    bad = run(app, ["doctor", str(write(model_name_or_path=str(folders("lfm2")), load_in_8bit=True))])
+    bad = call(app, ["doctor", str(write(model_name_or_path=str(folders("lfm2")), load_in_8bit=True))])
     assert bad.exit_code == 1 and "\nerror\n" in bad.output and "to guard this run" not in bad.output
-    meaningless = run(app, ["doctor", "--model", str(folders("lfm2")), "--restore", "qk"])
+    meaningless = call(app, ["doctor", "--model", str(folders("lfm2")), "--restore", "qk"])
     assert meaningless.exit_code == 2 and "meaningless" in meaningless.output
-    assert run(app, ["doctor"]).exit_code == 0
+    assert call(app, ["doctor"]).exit_code == 0
 
 
 def test_the_lines_for_other_tools(write: Write) -> None:
@@ -455,41 +473,3 @@ def test_the_lines_for_other_tools(write: Write) -> None:
     assert "from routeguard import Average, RouteGuard" in axolotl
     factory = examine(write(model_name_or_path="no-such/model", finetuning_type="full")).recipe
     assert any(line.startswith("run_exp(callbacks=[RouteGuard()])") for line in factory)
-
-
-def test_commands_are_listed_by_use() -> None:
-    lines = CliRunner().invoke(app, ["--help"]).output.split("Commands:")[1].split("\n")
-    names = [line.split()[0] for line in lines if line.strip()]
-    assert names == [
-        "demo", "inspect", "doctor", "restore", "average", "drift", "verify", "undo", "recall", "gate", "diagnose",
-        "locality", "report",
-    ]  # fmt: skip
-    assert not any(line.endswith("...") for line in lines)
-
-
-def test_every_command_with_a_result_prints_json() -> None:
-    commands = [app.commands[name] for name in app.commands if name != "diagnose"]
-    commands += list(app.commands["diagnose"].commands.values())  # type: ignore[attr-defined]
-    assert all("--json" in [o for p in command.params for o in p.opts] for command in commands)
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion(shell: str) -> None:
-    code = "import sys; from routeguard.cli.main import app; app(prog_name='routeguard')"
-    variable = "_ROUTEGUARD_COMPLETE"
-    source = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, variable: f"{shell}_source"}, capture_output=True, text=True
-    )
-    assert source.returncode == 0 and f"{variable}={shell}_complete" in source.stdout
-    asked = {"COMP_WORDS": "routeguard do", "COMP_CWORD": "do" if shell == "fish" else "1"}
-    answer = subprocess.run(
-        [sys.executable, "-X", "importtime", "-c", code],
-        env={**os.environ, variable: f"{shell}_complete", **asked},
-        capture_output=True,
-        text=True,
-    )
-    assert "doctor" in answer.stdout and "restore" not in answer.stdout
-    imported = {
-        line.rsplit("|", 1)[-1].strip() for line in answer.stderr.splitlines() if line.startswith("import time")
-    }
-    assert "click" in imported and not {"torch", "transformers", "rich", "yaml"} & imported

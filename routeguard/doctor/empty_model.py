@@ -73,7 +73,7 @@ def _class_of(config: Any) -> Any:
 
     for name in getattr(config, "architectures", None) or ():
         found = getattr(transformers, name, None)
-        if isinstance(found, type) and getattr(found, "config_class", None) is type(config):
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             return found
     classes = transformers.AutoModelForCausalLM._model_mapping
     if type(config) not in classes:

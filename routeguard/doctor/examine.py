@@ -124,10 +124,14 @@ def _model(report: Report, folder: Path, settings: TrainingSettings, chosen: Rec
     findings += _quantised(folder, settings)
     on_disk = _headers(folder, findings)
     findings.append(_recall(folder))
-    model, targets, lora = None, None, {}
-    with collecting(findings, "model"):
+    targets, lora = None, {}
+    try:
         model = empty_model(folder, settings)
-    if model is None:
+    except ValueError as error:
+        advice = "optimizer and adapters were not tried; the guard says before the first step what it holds"
+        findings.append(Finding("warning", "model", str(error), advice))
+        if on_disk is not None:
+            findings.append(Finding("ok", "model", str(on_disk)))
         return _with_recipe(replace(report, findings=tuple(findings), held=_held(on_disk)), settings, chosen, None)
     if settings.adapter is not None:
         targets, more = targets_beside_routing(model)
