@@ -49,9 +49,9 @@ def runnable(page: str) -> list[Block]:
     """The Python blocks of a page without those that are not run, and shorter where that is said above."""
     every = python_blocks(page)
     run = [block for block in every if page not in NOT_RUN or NOT_RUN[page] not in block.code]
-    assert len(every) - len(run) == (page in NOT_RUN), f"NOT_RUN is out of date for {page}"
+    assert len(every) - len(run) == (page in NOT_RUN), f"{page} has no such block any more: take it out of NOT_RUN"
     long, short = SHORTER.get(page, ("", ""))
-    assert any(long in block.code for block in run), f"SHORTER is out of date for {page}"
+    assert any(long in block.code for block in run), f"{page} has no such line any more: take it out of SHORTER"
     return [replace(block, code=block.code.replace(long, short)) for block in run] if long else run
 
 
