@@ -84,6 +84,11 @@ def in_pieces(
     return torch.cat(logits, 1), cache
 
 
+def in_turn(model: Any, ids: Tensor, prefix: int, mask: Tensor | None = None) -> tuple[Tensor, Any]:
+    """Logits of a text read up to `prefix` at once and then token by token, with the cache."""
+    return in_pieces(model, ids, range(prefix, ids.shape[1]), mask=mask)
+
+
 class Dictated(LogitsProcessor):
     """Writes given tokens at given lengths of the text, so that steps open and close on the way, row by row.
 

@@ -44,40 +44,28 @@ class DecoderHooks:
     def before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         transition = self.transition
         transition.running = None
+        kwargs = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        given = next((kwargs[name] for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
         if not transition.enabled:
+            if isinstance(given, StateTransitionCache):
+                raise ValueError("the base model cannot use a StateTransitionCache, which lacks its finished steps")
             return None
         self._check_head()
-        kwargs = {**dict(zip(self.names, args, strict=False)), **kwargs}
         input_ids = kwargs.get("input_ids")
         if input_ids is None:
             raise ValueError("a model with state transition reads input_ids: steps are found by their tokens")
-        name = next((name for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
-        cache = None if name is None else kwargs[name]
-        if cache is not None and not isinstance(cache, StateTransitionCache) and type(cache) is not DynamicCache:
-            raise ValueError(
-                f"a model with state transition cannot use a {type(cache).__name__}; give no cache, or an empty one of "
-                "model.state_transition.new_cache()"
-            )
         mask = kwargs.get("attention_mask")
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
             raise ValueError("a model with state transition takes an attention_mask of [rows, tokens], or none")
         uses = kwargs.get("use_cache")
-        uses = cache is not None or (transition.uses_cache if uses is None else bool(uses))
-        if not uses:
+        if given is None and not (transition.uses_cache if uses is None else bool(uses)):
             transition.running = self._whole(input_ids, mask, kwargs.get("position_ids"))
             return (), self._with_pass(kwargs)
-        if not isinstance(cache, StateTransitionCache):
-            if cache is not None and cache.get_seq_length() > 0:
-                raise ValueError(
-                    f"the {type(cache).__name__} given holds tokens already; a model with state transition begins with "
-                    "an empty cache, or goes on with its own StateTransitionCache"
-                )
-            if cache is None:
-                cache = transition.new_cache()
-                kwargs[next(n for n in _CACHE_NAMES if n in self.names)] = cache
-            else:  # the caller holds on to it, so it has to become what we need
-                cache.__class__ = StateTransitionCache
-                cache.__dict__ = vars(transition.new_cache())
+        if given is None:
+            cache = transition.new_cache()
+            kwargs[next(n for n in _CACHE_NAMES if n in self.names)] = cache
+        else:
+            cache = self._ours(given)
         if cache.started and input_ids.shape[1] > 1:
             self._check_pieces()
         if "position_ids" in self.names and kwargs.get("position_ids") is None:  # Bamba would begin at 0 each time
@@ -93,6 +81,29 @@ class DecoderHooks:
         if running is not None and running.cache is not None:
             running.cache.end()
             running.cache = None
+
+    def _ours(self, given: Any) -> StateTransitionCache:
+        """A cache that was handed to the decoder: ours, or an empty one that becomes so in place."""
+        transition = self.transition
+        if isinstance(given, StateTransitionCache):
+            if (given.transition, given.converted) != (transition.config, transition.layers):
+                raise ValueError(
+                    "the StateTransitionCache given belongs to another conversion; make one by new_cache()"
+                )
+            return given
+        if type(given) is not DynamicCache:
+            raise ValueError(
+                f"a model with state transition cannot use a {type(given).__name__}; give no cache, or an empty one of "
+                "model.state_transition.new_cache()"
+            )
+        if given.get_seq_length() > 0:
+            raise ValueError(
+                "the DynamicCache given holds tokens already; a model with state transition begins with an empty "
+                "cache, or goes on with its own StateTransitionCache"
+            )
+        given.__class__ = StateTransitionCache  # the caller holds on to it
+        given.__dict__ = vars(transition.new_cache())
+        return given  # type: ignore[no-any-return]
 
     def _with_pass(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         return {**kwargs, _PASS: self.transition.running} if self.hands_on else kwargs
