@@ -107,6 +107,21 @@ def test_what_a_config_needs_must_be_there(write: Write, monkeypatch: pytest.Mon
     assert found is not None and "the config needs bitsandbytes, which is 0.1, too old" in found.text
 
 
+def test_the_gpu_that_is_here(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = write(learning_rate=1e-5)
+    assert "torch sees no GPU" in texts(check_environment(), "note") or torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "T4")
+    for supported in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda answer=supported: answer)
+        assert f"2 GPU (T4), {'computes' if supported else 'does not compute'} in bf16" in texts(
+            check_environment(), "ok"
+        )
+        warned = "which the GPU here does not" in texts(examine(config), "warning", "engine")
+        assert warned != supported
+
+
 # -- reading configs ---------------------------------------------------------------------------------------------------
 
 
@@ -370,6 +385,9 @@ def test_it_says_what_the_guard_says(case: str, guard: RouteGuard, folders: Any,
 
 def test_a_model_that_is_not_here(write: Write) -> None:
     report = examine(write(model_name_or_path="no-such/model"))
+    assert "what an accelerate config adds is not seen" in texts(report, "note", "engine")
+    sharded = examine(write(model_name_or_path="no-such/model", fsdp="full_shard", fsdp_config={"version": 2}))
+    assert "accelerate config" not in texts(sharded, "note")
     assert report.ok and "nothing about it was looked at" in texts(report, "warning", "model")
     with pytest.raises(ValueError, match="nothing is downloaded"):
         examine(model="no-such/model")

@@ -67,6 +67,10 @@ def _config_findings(settings: TrainingSettings, config: Path | None) -> list[Fi
             f"{settings.optimizer} at {settings.learning_rate:g}{engine}"
         )
         findings.insert(0, Finding("ok", "config", text))
+    if config is not None and settings.engine is None:
+        text = "the config names none (one device, or DDP); what an accelerate config adds is not seen here"
+        advice = "with FSDP or DeepSpeed there, put its settings into a copy of the config"
+        findings.append(Finding("note", "engine", text, advice))
     if settings.unlooked:
         findings.append(
             Finding(
