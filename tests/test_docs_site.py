@@ -6,13 +6,24 @@ import importlib.util
 import posixpath
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 import routeguard
 from routeguard.cli.document import document
-from routeguard.protect.modes import Anchor, Freeze, Interpolate, LowLR, QKPro, QKRestore, Track
+from routeguard.protect.modes import (
+    Anchor,
+    AtEnd,
+    Average,
+    Freeze,
+    Interpolate,
+    LowLR,
+    Protection,
+    QKPro,
+    QKRestore,
+    Track,
+)
 from tests.docs_pages import PAGES, ROOT, links, read
 
 CARD_PARTS = ("**What it does.**", "**When to use", "**When not.**", "**Cost.**", "**Evidence.**")
@@ -24,8 +35,9 @@ CARDS = {
     QKRestore: "qk-restore",
     QKPro: "qk-pro",
     Interpolate: "interpolate",
+    Average: "average",
 }
-OTHER_CARDS = ("average", "replay-and-average", "lora-targets", "state-transition")
+OTHER_CARDS = ("replay-and-average", "lora-targets", "state-transition")
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +67,7 @@ def test_every_public_name_is_in_the_reference_once() -> None:
 
 
 def test_every_mode_has_a_card_with_every_part() -> None:
+    assert set(CARDS) == {*get_args(Protection), *get_args(AtEnd)}
     index = read("docs/cards/index.md")
     for name in [*CARDS.values(), *OTHER_CARDS]:
         card = read(f"docs/cards/{name}.md")
