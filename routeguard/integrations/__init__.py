@@ -1,0 +1,1 @@
+"""Plug-ins for training tools, one module a tool. Nothing here is imported by the rest of routeguard."""
