@@ -8,12 +8,14 @@ from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
 
 from routeguard.state_transition.convert import add_state_transition
+from routeguard.state_transition.running import Running
 from routeguard.state_transition.step_tokens import StepTokens
 from tests.state_transition_texts import (
     TWO_TEXTS,
     config,
     converted,
     in_turn,
+    layout_of,
     text,
     whole,
 )
@@ -102,6 +104,15 @@ def test_what_would_go_wrong_without_a_word_is_refused() -> None:
     adapted = get_peft_model(build("llama"), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     with pytest.raises(ValueError, match="has PEFT adapters; merge them first"):
         add_state_transition(adapted, config())
+
+
+def test_flex_attention_takes_no_pieces() -> None:
+    several = Running(config(), layout_of(TWO_TEXTS[:, :3]), sees=torch.ones(2, 3, 9, dtype=torch.bool))
+    assert several.mask(torch.float32, "sdpa").shape == (2, 1, 3, 9)
+    with pytest.raises(ValueError, match="flex_attention cannot read several tokens more"):
+        several.mask(torch.float32, "flex_attention")
+    one = Running(config(), layout_of(TWO_TEXTS[:, :1]), sees=torch.ones(2, 1, 9, dtype=torch.bool))
+    assert one.mask(torch.float32, "flex_attention").shape[-2:] == (1, 9)
 
 
 @pytest.mark.parametrize("name", ["bloom", "minimax"])

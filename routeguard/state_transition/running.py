@@ -68,10 +68,15 @@ class Running:
 
         if self.sees is None:
             return block_mask(self.layout)
-        seen = self.sees
-        rows, tokens, held = seen.shape
+        rows, tokens, held = self.sees.shape
+        if tokens > 1:
+            raise ValueError(
+                "flex_attention cannot read several tokens more of a text that a cache holds; give them one at a time, "
+                "or use attn_implementation='sdpa'"
+            )
+        places = self.sees[:, 0]
 
         def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return seen[row, query, key]
+            return places[row, key]
 
-        return create_block_mask(sees, rows, None, tokens, held, device=str(seen.device))
+        return create_block_mask(sees, rows, None, 1, held, device=str(places.device))
