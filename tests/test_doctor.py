@@ -485,9 +485,35 @@ def test_exit_codes_and_json(folders: Any, write: Write) -> None:
 
 
 def test_the_lines_for_other_tools(write: Write) -> None:
-    axolotl = examine(write(base_model="no-such/model", learning_rate=1e-5), recipe="max_recall").recipe
-    assert "plugins: [guard_plugin.GuardPlugin]" in axolotl
-    assert "        return [RouteGuard(protect='track', restore=Average(alpha=0.25))]" in axolotl
-    assert "from routeguard import Average, RouteGuard" in axolotl
-    factory = examine(write(model_name_or_path="no-such/model", finetuning_type="full")).recipe
-    assert any(line.startswith("run_exp(callbacks=[RouteGuard()])") for line in factory)
+    plugin = "plugins: [routeguard.integrations.axolotl.RouteGuardPlugin]"
+    axolotl = write("axolotl.yaml", base_model="no-such/model", learning_rate=1e-5)
+    assert examine(axolotl).recipe == ("# in the config", plugin)
+    section = ("routeguard:", "  protect: track", "  restore: {mode: average, alpha: 0.25}")
+    assert examine(axolotl, recipe="max_recall").recipe == ("# in the config", plugin, *section)
+    factory = write(model_name_or_path="no-such/model", finetuning_type="full")
+    command = "python -m routeguard.integrations.llamafactory CONFIG"
+    assert examine(factory).recipe == (command,)
+    assert examine(factory, protect="track").recipe[1:3] == ("routeguard:", "  protect: track")
+    trl = write("trl.yaml", model_name_or_path="no-such/model")
+    assert examine(trl, recipe="max_recall").recipe[-3:] == (
+        "from routeguard import Average, RouteGuard",
+        "",
+        "trainer = SFTTrainer(..., callbacks=[RouteGuard(protect='track', restore=Average(alpha=0.25))])",
+    )
+
+
+def test_the_guard_of_the_config_is_looked_at(folders: Any, write: Write) -> None:
+    common = {"base_model": str(folders("lfm2")), "learning_rate": 1e-5}
+    common["plugins"] = ["routeguard.integrations.axolotl.RouteGuardPlugin"]
+    config = write(**common, routeguard={"protect": {"mode": "low_lr", "scale": 0.02}, "layers": [5]})
+    report = examine(config)
+    assert "learn at 0.02 x" in texts(report, "ok", "guard") and report.held["layers"] == [5]
+    assert "not looked at" not in texts(report, "note", "config") and "routeguard:" not in report.recipe
+    asked = examine(config, protect="track")
+    assert asked.held["layers"] == [2, 5] and "routeguard:" in asked.recipe
+    other = write(**{**common, "plugins": ["another.Plugin"]}, routeguard={"protct": "freeze"})
+    with pytest.raises(ValueError, match="closest 'protect'"):
+        examine(other)
+    assert "not looked at: plugins" in texts(examine(other, protect="freeze"), "note", "config")
+    probed = write("probed.yaml", **common, fsdp_version=2, fsdp_config={"x": 1}, routeguard={"probe": {}})
+    assert "RecallProbe is not supported" in texts(examine(probed), "error", "recall")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from routeguard.doctor.environment import check_environment, missing_extra
 from routeguard.doctor.findings import Finding, Report, collecting, listed
@@ -15,6 +15,9 @@ from routeguard.protect.recipes import Recipe, choose
 from routeguard.routes.collection import Routes
 from routeguard.storage.folder import checkpoint_config, holds_model, quantisation_of, tokenizer_files
 from routeguard.storage.hub import cached_folder
+
+if TYPE_CHECKING:
+    from routeguard.training.guard import RouteGuard
 
 
 def examine(
@@ -31,12 +34,12 @@ def examine(
         config: training config of TRL's command line, axolotl or LLaMA-Factory. None: full fine-tuning with
             `SFTTrainer`'s defaults.
         model: a checkpoint folder, or a Hub id in the local cache. Default: the one that the config names.
-        protect, restore, recipe: as for `RouteGuard`.
+        protect, restore, recipe: as for `RouteGuard`. Default: the section `routeguard` of the config, else freeze.
 
     Raises:
         ValueError: a config that is not understood, a `model` that is not here, or a protection that makes no sense.
     """
-    chosen = choose(protect, restore, recipe)
+    choose(protect, restore, recipe)  # refused before anything is looked at
     findings = check_environment()
     if config is None and model is None:
         return Report(tuple(findings))
@@ -47,13 +50,29 @@ def examine(
 
     with quiet_libraries():
         settings = TrainingSettings() if config is None else read_settings(config)
+        if (protect, restore, recipe) != (None, None, None):
+            settings = replace(settings, guard=None)  # another guard than the config's is asked about
         findings += _config_findings(settings, config)
-        findings += _engine_findings(settings, chosen)
+        guard = _guard(settings, protect, restore, recipe)
+        findings += _engine_findings(settings, guard)
         folder = _folder(model, settings, findings)
         report = Report(tuple(findings), settings=settings.to_dict())
         return (
-            _with_recipe(report, settings, chosen, None) if folder is None else _model(report, folder, settings, chosen)
+            _with_recipe(report, settings, guard, None) if folder is None else _model(report, folder, settings, guard)
         )
+
+
+def _guard(
+    settings: TrainingSettings, protect: str | Protection | None, restore: str | AtEnd | None, recipe: str | None
+) -> RouteGuard:
+    """The guard that was asked for, or else that of the config, or else the default."""
+    from routeguard.training.guard import RouteGuard
+
+    if settings.guard is None:
+        return RouteGuard(*choose(protect, restore, recipe))
+    from routeguard.integrations.settings import guard_from_settings
+
+    return guard_from_settings(settings.guard)
 
 
 def _config_findings(settings: TrainingSettings, config: Path | None) -> list[Finding]:
@@ -82,12 +101,13 @@ def _config_findings(settings: TrainingSettings, config: Path | None) -> list[Fi
     return findings + [finding for need in needs for finding in [missing_extra(need)] if finding is not None]
 
 
-def _engine_findings(settings: TrainingSettings, chosen: Recipe) -> list[Finding]:
+def _engine_findings(settings: TrainingSettings, guard: RouteGuard) -> list[Finding]:
     import torch
 
     from routeguard.doctor.rehearsal import rehearse_engine
 
-    findings = rehearse_engine(settings, chosen)
+    chosen = Recipe(guard.protect, guard.restore)
+    findings = rehearse_engine(settings, chosen, probed=guard.probe is not None)
     if settings.mixed_precision == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
         findings.append(
             Finding(
@@ -119,7 +139,7 @@ def _folder(model: str | Path | None, settings: TrainingSettings, findings: list
     return None
 
 
-def _model(report: Report, folder: Path, settings: TrainingSettings, chosen: Recipe) -> Report:
+def _model(report: Report, folder: Path, settings: TrainingSettings, guard: RouteGuard) -> Report:
     from routeguard.doctor.adapters import check_adapters, targets_beside_routing
     from routeguard.doctor.empty_model import adapted, empty_model
     from routeguard.doctor.rehearsal import rehearse_guard
@@ -136,7 +156,7 @@ def _model(report: Report, folder: Path, settings: TrainingSettings, chosen: Rec
         findings.append(Finding("warning", "model", str(error), advice))
         if on_disk is not None:
             findings.append(Finding("ok", "model", str(on_disk)))
-        return _with_recipe(replace(report, findings=tuple(findings), held=_held(on_disk)), settings, chosen, None)
+        return _with_recipe(replace(report, findings=tuple(findings), held=_held(on_disk)), settings, guard, None)
     if settings.adapter is not None:
         targets, more = targets_beside_routing(model)
         findings += more
@@ -146,14 +166,14 @@ def _model(report: Report, folder: Path, settings: TrainingSettings, chosen: Rec
         with collecting(findings, "adapters"):
             model = adapted(model, settings.adapter, settings)
         if len(findings) == errors:
-            coverage = check_adapters(model, targets, chosen.protect, settings.tool)
+            coverage = check_adapters(model, targets, guard.protect, settings.tool)
             findings += coverage.findings
             targets = targets if coverage.wasted else None
-    routes, more = rehearse_guard(model, settings, chosen)
+    routes, more = rehearse_guard(model, settings, guard)
     said = {finding.text for finding in findings}
     findings += [finding for finding in more if finding.text not in said]
     report = replace(report, findings=tuple(findings), held=_held(routes or on_disk), lora=lora)
-    return _with_recipe(report, settings, chosen, targets)
+    return _with_recipe(report, settings, guard, targets)
 
 
 def _headers(folder: Path, findings: list[Finding]) -> Routes | None:
@@ -201,7 +221,8 @@ def _recall(folder: Path) -> Finding:
     return Finding("note", "recall", f"no tokenizer in {folder}", "RecallProbe and `routeguard recall` need one")
 
 
-def _with_recipe(report: Report, settings: TrainingSettings, chosen: Recipe, targets: Any) -> Report:
+def _with_recipe(report: Report, settings: TrainingSettings, guard: RouteGuard, targets: Any) -> Report:
     from routeguard.doctor.recipe import recipe_lines
 
-    return replace(report, recipe=recipe_lines(settings, chosen, targets)) if report.ok else report
+    lines = recipe_lines(settings, Recipe(guard.protect, guard.restore), targets)
+    return replace(report, recipe=lines) if report.ok else report

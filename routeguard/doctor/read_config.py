@@ -13,6 +13,7 @@ from routeguard.doctor.known_keys import known_to_axolotl, known_to_llama_factor
 from routeguard.doctor.settings import AdapterSettings, Dtype, TrainingSettings
 from routeguard.training.engines import Engine
 
+AXOLOTL_PLUGIN = "routeguard.integrations.axolotl.RouteGuardPlugin"
 _ONLY_AXOLOTL = ("base_model",)
 _ONLY_LLAMA_FACTORY = ("finetuning_type", "lora_target", "lora_rank", "template", "stage", "dataset_dir", "cutoff_len")
 _DTYPES: dict[str, Dtype] = {
@@ -177,6 +178,10 @@ def _with_engine(settings: TrainingSettings, values: Values, *, unstated_version
 
 def _with_unlooked(settings: TrainingSettings, values: Values, known: Collection[str]) -> TrainingSettings:
     """The settings with the keys that nobody asked for or knows; the nearest one that is known stands beside each."""
+    if settings.tool != "trl":
+        settings = replace(settings, guard=values.get("routeguard"))
+        if values.content.get("plugins") == [AXOLOTL_PLUGIN]:
+            values.asked.add("plugins")
     left = [key for key in values.content if key not in values.asked and key not in known]
     return replace(settings, unlooked=tuple(f"{key}{_nearest(key, values.asked.union(known))}" for key in left))
 

@@ -13,7 +13,7 @@ from routeguard.protect.groups import check_anchor_rate
 from routeguard.protect.held import ZERO_B_INITS, Held, held_parameters
 from routeguard.protect.modes import Anchor, LowLR
 from routeguard.protect.recipes import Recipe
-from routeguard.routes.collection import ROUTING_ROLES, Routes
+from routeguard.routes.collection import Routes
 from routeguard.sharding.zero import refuse_masters_on_disk
 from routeguard.training.engines import (
     refuse_masters_without_zero,
@@ -21,6 +21,7 @@ from routeguard.training.engines import (
     refuse_split_rows,
     refuse_unsupported_engine,
 )
+from routeguard.training.guard import RouteGuard
 from routeguard.training.protector import Protector, refuse_quantised_without_adapter
 from routeguard.training.resolution import FEW, moving_share, too_small
 from routeguard.training.summary import summarise
@@ -28,8 +29,8 @@ from routeguard.training.summary import summarise
 _STEPS_OF_ABOUT_LR = ("adam", "lion")  # families whose step on a steadily pushed entry is about the learning rate
 
 
-def rehearse_engine(settings: TrainingSettings, chosen: Recipe) -> list[Finding]:
-    """What the engine refuses, whatever the model."""
+def rehearse_engine(settings: TrainingSettings, chosen: Recipe, *, probed: bool = False) -> list[Finding]:
+    """What the engine refuses, whatever the model; `probed` where the guard has a recall probe."""
     engine = settings.engine
     if engine is None:
         return []
@@ -43,20 +44,23 @@ def rehearse_engine(settings: TrainingSettings, chosen: Recipe) -> list[Finding]
         refuse_probing(engine)
     except ValueError as error:
         advice = "measure saved checkpoints with `routeguard recall`"
-        findings.append(Finding("warning", "recall", str(error), advice))
+        findings.append(Finding("error" if probed else "warning", "recall", str(error), advice))
     if not any(finding.level == "error" for finding in findings):
         findings.append(Finding("ok", "engine", f"{engine.name} carries {chosen.protect.name}"))
     return findings
 
 
-def rehearse_guard(model: Any, settings: TrainingSettings, chosen: Recipe) -> tuple[Routes | None, list[Finding]]:
+def rehearse_guard(model: Any, settings: TrainingSettings, guard: RouteGuard) -> tuple[Routes | None, list[Finding]]:
     """Hold the model, split an optimizer: what is held, or what keeps it from being held.
 
     Args:
         model: without weights, adapters included. It is changed, as a guard changes it.
+        settings: of the run.
+        guard: the guard of the run, which stays as it is.
     """
     findings: list[Finding] = []
-    protector = Protector(chosen.protect, layers=None, roles=ROUTING_ROLES, norms=False)
+    chosen = Recipe(guard.protect, guard.restore)
+    protector = Protector(guard.protect, layers=guard.layers, roles=guard.roles, norms=guard.norms)
     held: list[Held] = []
     with collecting(findings, "guard"):
         held = protector.find(model)

@@ -48,6 +48,7 @@ class TrainingSettings:
         quantised_bits: 4 or 8 if the base is loaded quantised.
         engine: what splits the parameters, None for one device and DDP.
         deepspeed: the DeepSpeed config, empty without one.
+        guard: the section `routeguard` of a config for a tool with our plug-in; None without it.
         problems: what is wrong with the config itself.
         unlooked: keys that were not looked at.
     """
@@ -63,6 +64,7 @@ class TrainingSettings:
     quantised_bits: int | None = None
     engine: Engine | None = None
     deepspeed: Mapping[str, Any] | None = None
+    guard: Mapping[str, Any] | None = None
     problems: tuple[str, ...] = ()
     unlooked: tuple[str, ...] = ()
 
