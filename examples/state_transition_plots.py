@@ -112,9 +112,9 @@ def draw_traces(results: dict[str, Any], path: Path) -> None:
     ):
         for name, colour, style in TRACE_METHODS:
             values = results["methods"].get(name, {}).get("loss", {}).get(kind, {})
-            panel.plot(
-                list(values), list(values.values()), color=colour, linestyle=style, marker="o", markersize=4, label=name
-            )
+            line = {"color": colour, "linestyle": style, "marker": "o", "markersize": 4, "label": name}
+            if values:
+                panel.plot(list(values), list(values.values()), **line)
         panel.set_xlabel(label)
         tidy(panel)
     axes[0].set_ylabel("loss, nats a token")
