@@ -136,7 +136,14 @@ ARCHITECTURES = {
             "qwen3_next", "Qwen3-Next", "gated delta rule", _qwen3_next, pretrain_steps=1300, fine_tune_rate=1e-3
         ),
         Architecture("bamba", "Bamba", "Mamba-2", _bamba, fine_tune_steps=400, fine_tune_rate=1e-3),
-        Architecture("gemma3", "Gemma-3", f"sliding attention over {WINDOW} tokens", _gemma3, pretrain_steps=3000),
+        Architecture(
+            "gemma3",
+            "Gemma-3",
+            f"sliding attention over {WINDOW} tokens",
+            _gemma3,
+            pretrain_steps=3000,
+            fine_tune_rate=1e-3,
+        ),
         Architecture(
             "qwen3",
             "Qwen3",
