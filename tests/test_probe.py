@@ -140,7 +140,10 @@ def test_mixed_queries_and_keys() -> None:
 
 
 def test_shared_keys_are_listed_where_they_are_owned() -> None:
-    blocks = probe_routes(build("gemma3n_text")).blocks
+    model = build("gemma3n_text")
+    if hasattr(model.model.layers[-1].self_attn, "k_proj"):
+        pytest.skip("without a cache, sharing layers of this transformers use keys of their own")
+    blocks = probe_routes(model).blocks
     owners = [any(tensor.key_rows for tensor in block.tensors) for block in blocks]
     assert owners == [True, True, True, True, False, False]
     assert all(any(tensor.query_rows for tensor in block.tensors) for block in blocks)

@@ -238,6 +238,11 @@ def test_rows_of_the_default_lengths_survive_the_default_max_length(tmp_path: Pa
     assert len(sizes) == 5 and 800 < max(sizes) <= default
 
 
+def masked(row: dict[str, list[int]]) -> list[int]:
+    """The labels that TRL's collator makes of a row; TRL before 1 keeps a mask until then."""
+    return [token if kept else -100 for token, kept in zip(row["input_ids"], row["completion_mask"], strict=True)]
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_the_loss_is_on_the_answer(packing: bool, tmp_path: Path) -> None:
     """TRL's own preparation of the mixed rows: labels only where the answer stands, packed or not."""
@@ -252,7 +257,8 @@ def test_the_loss_is_on_the_answer(packing: bool, tmp_path: Path) -> None:
     answers = [row["completion"].strip() for row in new_rows(mixed)]
     learned = []
     for row in trainer.train_dataset:
-        learned.append(tokenizer.decode([label for label in row["labels"] if label != -100]))
+        labels = row["labels"] if "labels" in row else masked(row)
+        learned.append(tokenizer.decode([label for label in labels if label != -100]))
     assert len(answers) == 2 and all(any(answer in text for text in learned) for answer in answers)
     assert not any("magic" in text for text in learned)
 

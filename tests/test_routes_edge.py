@@ -161,7 +161,7 @@ def test_adapters_of_a_shared_block_belong_to_one_use_each() -> None:
 def test_keys_of_sharing_layers_come_from_the_owner() -> None:
     model = build("gemma3n_text")
     if hasattr(model.model.layers[-1].self_attn, "k_proj"):
-        pytest.skip("this transformers gives sharing layers key projections that it does not use")
+        pytest.skip("without a cache, sharing layers of this transformers use keys of their own")
     routes = quiet(model)
     queries = {route.layer for route in routes if route.role == "query"}
     keys = {route.layer for route in routes if route.role == "key"}

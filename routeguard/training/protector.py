@@ -120,6 +120,7 @@ def refuse_quantised_without_adapter(names: Sequence[str]) -> None:
 
 
 def _has_adapters(model: nn.Module) -> bool:
-    from routeguard.protect.held import peft_configs
+    """Whether an adapter is there, not only its config: PEFT 0.18 leaves that behind when it unloads."""
+    from routeguard.protect.lora_modules import is_adapter
 
-    return bool(peft_configs(model))
+    return any(is_adapter(module) or hasattr(module, "prompt_encoder") for module in model.modules())
