@@ -29,9 +29,6 @@ from tests.docs_stage import make_small, run_block, run_page
 
 PUBLIC = {name: getattr(routeguard, name) for name in routeguard.__all__}
 WITH_PYTHON = [page for page in PAGES if python_blocks(page)]
-EXCERPTS = {"README.md"}  # its blocks show parts of one program, whose imports are not all repeated
-
-NOT_RUN = {"README.md": "frozen = freeze(model, routes)"}  # alternatives, one below the other: names are checked only
 SHORTER = {"docs/diagnose.md": ("for seed in range(20)", "for seed in range(1)")}
 
 each_page = pytest.mark.parametrize("page", PAGES)
@@ -42,17 +39,15 @@ each_page = pytest.mark.parametrize("page", PAGES)
 def test_python_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make_small(monkeypatch)
-    run_page(runnable(page), tmp_path, dict(PUBLIC) if page in EXCERPTS else {})
+    run_page(runnable(page), tmp_path, {})
 
 
 def runnable(page: str) -> list[Block]:
-    """The Python blocks of a page without those that are not run, and shorter where that is said above."""
-    every = python_blocks(page)
-    run = [block for block in every if page not in NOT_RUN or NOT_RUN[page] not in block.code]
-    assert len(every) - len(run) == (page in NOT_RUN), f"{page} has no such block any more: take it out of NOT_RUN"
+    """The Python blocks of a page, shorter where that is said above."""
+    found = python_blocks(page)
     long, short = SHORTER.get(page, ("", ""))
-    assert any(long in block.code for block in run), f"{page} has no such line any more: take it out of SHORTER"
-    return [replace(block, code=block.code.replace(long, short)) for block in run] if long else run
+    assert any(long in block.code for block in found), f"{page} has no such line any more: take it out of SHORTER"
+    return [replace(block, code=block.code.replace(long, short)) for block in found] if long else found
 
 
 def test_a_block_that_fails_is_seen_with_its_line() -> None:
