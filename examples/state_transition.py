@@ -9,7 +9,7 @@ chain states two facts, each in a step of its own, and then asks for sums with t
 
 Attention sees the prompt and the current step only, so the facts are out of its sight when a sum asks for them.
 Training has up to 6 sums a chain; 4 to 128 are tested, beside baselines that hold as many bytes as the converted model.
-About five minutes on one free core; `--ablations` about twenty. `examples/state_transition_plots.py` draws the results.
+About four minutes on one free core; `--ablations` about ten. `examples/state_transition_plots.py` draws the results.
 """
 
 from __future__ import annotations
