@@ -6,7 +6,7 @@ WORKERS ?= 2
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 LAB_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: demo test test-slow test-all check format docs bench bench-gpu lab lab-full clean
+.PHONY: demo test test-slow test-all test-oldest check format docs bench bench-gpu lab lab-full clean
 
 $(VENV)/ready: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -23,6 +23,20 @@ test-slow: $(VENV)/ready
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow
 
 test-all: test test-slow
+
+# The oldest releases that pyproject.toml allows (torch excepted), and the tests that pass through every entry point once.
+OLDEST_VENV := .venv-oldest
+OLDEST := versions cli remote_code routes_edge guard_drift_and_restore guard_errors guard_peft guard_resume freeze low_lr \
+	anchor trl_trainers restore recall_measure recall_probe diagnostics_importance diagnostics_cli report
+
+$(OLDEST_VENV)/ready: constraints-oldest.txt pyproject.toml
+	$(PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python -m pip install --quiet -c constraints-oldest.txt -e '.[dev]'
+	touch $@
+
+test-oldest: $(OLDEST_VENV)/ready
+	$(TEST_ENV) $(OLDEST_VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" \
+		$(OLDEST:%=tests/test_%.py)
 
 check: $(VENV)/ready
 	$(BIN)/ruff format --check .
@@ -66,4 +80,4 @@ lab-full: $(VENV)/ready
 	$(LAB_ENV) $(BIN)/python -m benchmarks.lab report
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST_VENV) $(DOCS_VENV) build dist *.egg-info
