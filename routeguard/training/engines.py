@@ -30,7 +30,8 @@ class Engine:
 def engine_of(trainer: Any) -> Engine | None:
     """What splits the parameters of a Trainer's model; None for one device, and for DDP."""
     if getattr(trainer, "is_deepspeed_enabled", False):
-        config = getattr(trainer.accelerator.state.deepspeed_plugin, "deepspeed_config", {})
+        plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+        config = getattr(plugin, "deepspeed_config", {})
         return Engine("DeepSpeed", own_blocks=frozenset(config))
     if not getattr(trainer, "is_fsdp_enabled", False):
         model = getattr(trainer, "model", None)
