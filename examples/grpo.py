@@ -15,7 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from routeguard import RecallProbe, RouteGuard, verify_checkpoint
 
-args = arguments(__doc__, steps=60)
+args = arguments(__doc__, steps=40)
 probe = RecallProbe(**recall_questions(args.model))
 guard = RouteGuard("track" if args.unguarded else "freeze", probe=probe)
 

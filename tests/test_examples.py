@@ -79,9 +79,10 @@ def test_full_fine_tuning(inputs: ModuleType, tmp_path: Path, capsys: pytest.Cap
     found = check_whole("sft_full", tmp_path)
     assert list(found["probe"].results) == [0, 2]
     assert found["probe"].results[0].accuracy() > 0.9  # the model that ships can do it
-    assert largest_drift(tmp_path / "guarded") == 0 < largest_drift(tmp_path / "free")
+    assert found["probe"].restored.lengths == (128, 512)
+    assert largest_drift(tmp_path / "guarded") == largest_drift(tmp_path / "free") > 0.01  # until the restore
     text = capsys.readouterr().out
-    for said in ("freeze: queries and keys", "covered: 4 tensors", "routeguard/drift_max", "recall from step 0 to 2"):
+    for said in ("covered: 4 tensors", "routeguard/drift_max", "recall from step 0 to 2", "saved ", "eval_loss"):
         assert said in text
     assert text.count("OK: every row equals its start") == 1 and "entries differ" in text
     assert text.rstrip().splitlines()[-1].startswith("Look at: ")
@@ -90,6 +91,7 @@ def test_full_fine_tuning(inputs: ModuleType, tmp_path: Path, capsys: pytest.Cap
 @slow
 def test_dpo(inputs: ModuleType, tmp_path: Path) -> None:
     found = check_whole("dpo", tmp_path)
+    assert largest_drift(tmp_path / "guarded") == 0 < largest_drift(tmp_path / "free")
     assert list(found["probe"].results) == [0, 2]
     assert "rewards/margins" in found["trainer"].state.log_history[-1] | found["trainer"].state.log_history[-2]
 
@@ -97,6 +99,7 @@ def test_dpo(inputs: ModuleType, tmp_path: Path) -> None:
 @slow
 def test_grpo(inputs: ModuleType, tmp_path: Path) -> None:
     found = check_whole("grpo", tmp_path)
+    assert largest_drift(tmp_path / "guarded") == 0 < largest_drift(tmp_path / "free")
     assert list(found["probe"].results) == [0, 2]
     reward = found["number_is_right"]
     said = ["7", "let k07 3 = 7 ;", "8", "river", [{"role": "assistant", "content": "6 x 7: so it is 1,042"}]]
