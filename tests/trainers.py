@@ -108,4 +108,7 @@ def tokenizer() -> Any:
     words = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, HIGH)}}
     model = Tokenizer(WordLevel(words, "<pad>"))
     model.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", eos_token="<eos>")
+    inputs = ["input_ids", "attention_mask"]  # transformers before 5 would add token types, which no decoder takes
+    return PreTrainedTokenizerFast(
+        tokenizer_object=model, pad_token="<pad>", eos_token="<eos>", model_input_names=inputs
+    )
