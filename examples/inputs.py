@@ -25,13 +25,14 @@ QUESTIONS = "openai/gsm8k"  # "question", "answer", whose last line is "#### 42"
 TINY_ROWS, REAL_ROWS = 1600, 5000
 
 
-def arguments(description: str, *, steps: int) -> Namespace:
+def arguments(description: str, *, steps: int, guarded: bool = True) -> Namespace:
     """The options that all examples share; `tiny` says whether the model is the package's own."""
     parser = ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--model", default=TINY, help="a model of the Hub or a folder; default: the tiny hybrid")
     parser.add_argument("--steps", type=int, default=steps, help="optimizer steps; default: %(default)s")
     parser.add_argument("--output", type=Path, default=Path("output"), help="folder to write; default: %(default)s")
-    parser.add_argument("--unguarded", action="store_true", help="measure the same, but protect nothing")
+    if guarded:
+        parser.add_argument("--unguarded", action="store_true", help="measure the same, but protect nothing")
     args = parser.parse_args()
     args.tiny = args.model == TINY
     return args

@@ -17,7 +17,7 @@ from trl import SFTConfig, SFTTrainer
 
 from routeguard import average_checkpoint, checkpoint_drift, measure_recall, restore_checkpoint, verify_checkpoint
 
-args = arguments(__doc__, steps=100)
+args = arguments(__doc__, steps=100, guarded=False)
 tuned, restored, averaged = (args.output / name for name in ("tuned", "restored", "averaged"))
 
 trainer = SFTTrainer(
