@@ -126,3 +126,25 @@ def test_a_guarded_probed_run_is_the_guarded_run(tmp_path: Path) -> None:
     drift = ([line for line in t.state.log_history if "routeguard/drift_max" in line] for t in (guarded, probed))
     first, second = ([line["routeguard/drift_max"] for line in lines] for lines in drift)
     assert first == second and len(first) == 2
+
+
+@pytest.mark.parametrize("careful", [True, False])
+def test_four_bit_weights_are_not_packed_for_inference(careful: bool) -> None:
+    """On CPUs with bf16 instructions bitsandbytes packs them at an evaluation; training would get no gradient after."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    layer = bitsandbytes.nn.Linear4bit(256, 256, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4").to("cpu")
+    layer(torch.ones(1, 256, dtype=torch.bfloat16))  # quantised at the first use
+    if not getattr(layer, "support_avx512bf16_for_cpu", False):
+        pytest.skip("this CPU has no bf16 instructions, or this version packs nothing")
+    layer.train()
+    inputs = torch.ones(1, 256, dtype=torch.bfloat16)
+    if careful:
+        with undisturbed(layer):
+            layer(inputs)
+    else:  # the control
+        layer.eval()
+        with torch.no_grad():
+            layer(inputs)
+        layer.train()
+    assert layer.support_avx512bf16_for_cpu
+    assert bool(getattr(layer.weight.quant_state, "packing_format_for_cpu", False)) is not careful

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+# bitsandbytes packs 4-bit weights anew when a CPU with bf16 instructions evaluates them, for a kernel without gradients.
+REPACKS = "support_avx512bf16_for_cpu"
 _REMEMBERED = (bool, int, float, str, type(None), torch.Tensor)
 
 
@@ -53,6 +55,8 @@ def _modules(model: nn.Module) -> Iterator[None]:
     ]
     for module in model.modules():
         module.training = False
+        if getattr(module, REPACKS, False):
+            setattr(module, REPACKS, False)
     try:
         yield
     finally:
