@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from routeguard.state_transition.convert import add_state_transition
 from routeguard.state_transition.running import Running
@@ -22,6 +23,15 @@ from tests.state_transition_texts import (
 from tests.zoo.build import build
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_caches_of_transformers_4_are_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DynamicLayer, "get_mask_sizes", lambda self, cache_position: (0, 0))
+    model = build("llama")
+    with pytest.raises(ValueError, match="needs the caches of transformers 5"):
+        add_state_transition(model, config())
+    monkeypatch.undo()
+    add_state_transition(model, config())  # nothing was left behind
 
 
 def test_embeddings_of_each_layer_do_not_know_step_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

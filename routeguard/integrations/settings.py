@@ -12,6 +12,7 @@ from typing import Any
 from routeguard.doctor.config_values import Values
 from routeguard.protect.modes import as_at_end, as_protection
 from routeguard.recall.probe import RecallProbe
+from routeguard.routes.collection import ROUTING_ROLES, Role
 from routeguard.training.guard import RouteGuard
 
 SECTION = "routeguard"  # the key of a config under which the settings stand
@@ -40,7 +41,7 @@ def guard_from_settings(settings: Mapping[str, Any] | None, where: str = SECTION
         recipe=values.text("recipe"),  # type: ignore[arg-type]  # the guard knows all recipes
         reference=values.text("reference"),
         layers=None if layers is None else _whole_numbers(layers, where),
-        **({"roles": roles} if (roles := values.names("roles")) else {}),
+        roles=_roles(values) or ROUTING_ROLES,
         norms=values.flag("norms"),
         insist=values.flag("insist"),
         probe=None if probe is None else _probe(probe, f"{where}.probe"),
@@ -68,7 +69,15 @@ def _mode(values: Values, key: str, find: Any) -> Any:
         raise ValueError(f"{where} is {dict(value)!r}, without the key `mode`, which names what the options are for")
     kind = type(find(value["mode"]))
     options = _section(value, where, ("mode", *(field.name for field in fields(kind))))
-    return kind(**{f.name: options.number(f.name, f.default) for f in fields(kind) if f.name in value})
+    return kind(**{f.name: options.number(f.name, 0.0) for f in fields(kind) if value.get(f.name) is not None})
+
+
+def _roles(values: Values) -> tuple[Role, ...]:
+    named = values.names("roles")
+    wrong = [name for name in named if name not in ROUTING_ROLES]
+    if wrong:
+        raise ValueError(f"{values.path}: roles has {wrong[0]!r}; choose from {', '.join(ROUTING_ROLES)}")
+    return tuple(role for role in ROUTING_ROLES if role in named)
 
 
 def _whole_numbers(value: object, where: str) -> list[int]:

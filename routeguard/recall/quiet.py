@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# bitsandbytes packs 4-bit weights anew when a CPU with bf16 instructions evaluates them, for a kernel without gradients.
+# On CPUs with bf16 instructions bitsandbytes packs evaluated 4-bit weights anew, for a kernel without gradients.
 REPACKS = "support_avx512bf16_for_cpu"
 _REMEMBERED = (bool, int, float, str, type(None), torch.Tensor)
 

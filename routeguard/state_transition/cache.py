@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -13,6 +15,15 @@ from transformers.cache_utils import DynamicLayer
 from routeguard.state_transition.config import StateTransitionConfig
 from routeguard.state_transition.layout import PADDING, PROMPT, STEP, StepLayout, TextEnd, step_layout, visible
 from routeguard.state_transition.state import StepState
+
+
+def refuse_older_caches() -> None:
+    """Raise ValueError where masks are asked of caches by positions (transformers 4), not by the number of tokens."""
+    if "query_length" not in inspect.signature(DynamicLayer.get_mask_sizes).parameters:
+        raise ValueError(
+            f"state transition needs the caches of transformers 5, found transformers {transformers.__version__}; "
+            "upgrade with: pip install --upgrade 'transformers>=5.0'"
+        )
 
 
 class PromptAndStepLayer(DynamicLayer):  # type: ignore[misc]

@@ -21,7 +21,7 @@ from routeguard.state_transition.base_model import (
     set_vocabulary,
     text_config,
 )
-from routeguard.state_transition.cache import StateTransitionCache
+from routeguard.state_transition.cache import StateTransitionCache, refuse_older_caches
 from routeguard.state_transition.config import StateTransitionConfig
 from routeguard.state_transition.files import WEIGHTS_FILE, read_base_model, read_config, write_config
 from routeguard.state_transition.hooks import DecoderHooks, LayerHooks
@@ -263,6 +263,7 @@ def add_state_transition(
 
     Source: arXiv 2602.01198; what it leaves open is marked "ours" in `StateTransitionConfig` and `LinearPath`.
     """
+    refuse_older_caches()
     transition = StateTransition(model, config, dtype=dtype)
     try:
         _try_out(transition)
