@@ -6,7 +6,7 @@ WORKERS ?= 2
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 LAB_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: demo test test-slow test-all test-oldest check format docs bench bench-gpu lab lab-full clean
+.PHONY: demo test test-slow test-all test-oldest test-integrations check format docs bench bench-gpu lab lab-full clean
 
 $(VENV)/ready: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +37,21 @@ $(OLDEST_VENV)/ready: constraints-oldest.txt pyproject.toml
 test-oldest: $(OLDEST_VENV)/ready
 	$(TEST_ENV) $(OLDEST_VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" \
 		$(OLDEST:%=tests/test_%.py)
+
+# The plug-ins in the tools themselves, whose pins exclude one another: an environment each, with what the tests need of each
+# tool (no web interface, no cloud storage, no GPU kernels). A part of CI it is not: minutes, and gigabytes.
+INTEGRATIONS_VENV := .venv-integrations
+INTEGRATIONS := axolotl swift llamafactory
+
+$(INTEGRATIONS_VENV)/%/ready: requirements-%.txt pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --no-deps -r $<
+	$(@D)/bin/python -m pip install --quiet --no-deps -e .
+	touch $@
+
+test-integrations: $(INTEGRATIONS:%=$(INTEGRATIONS_VENV)/%/ready)
+	set -e; for tool in $(INTEGRATIONS); do \
+		$(TEST_ENV) $(INTEGRATIONS_VENV)/$$tool/bin/python -m pytest tests/test_integrations_tools.py; done
 
 check: $(VENV)/ready
 	$(BIN)/ruff format --check .
@@ -80,4 +95,4 @@ lab-full: $(VENV)/ready
 	$(LAB_ENV) $(BIN)/python -m benchmarks.lab report
 
 clean:
-	rm -rf $(VENV) $(OLDEST_VENV) $(DOCS_VENV) build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST_VENV) $(INTEGRATIONS_VENV) $(DOCS_VENV) build dist *.egg-info

@@ -1,0 +1,240 @@
+"""The plug-ins in their real tools, by the tools' own commands: `make test-integrations` has the tools."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from routeguard.training.run_state import read_state
+from tests.recall_tokenizers import byte_bpe
+
+pytestmark = pytest.mark.slow
+Weights = Mapping[str, torch.Tensor]
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Path:
+    """A folder with a tiny model (`base`) and a few conversations (`data.jsonl`)."""
+    tokenizer = byte_bpe(chat=True)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    Qwen3ForCausalLM(config).float().save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n} apples?"}, {"role": "assistant", "content": f"{n} pears."}]}
+        for n in range(40)
+    ]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return tmp_path
+
+
+def run(stage: Path, *command: str, fails: bool = False) -> str:
+    """What a command prints; it runs in the stage, without a GPU or the net."""
+    changes = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "AXOLOTL_DO_NOT_TRACK": "1", "OMP_NUM_THREADS": "1"}
+    root = str(Path(__file__).resolve().parent.parent)
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=stage,
+        env={**os.environ, **changes, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+    )
+    assert (done.returncode != 0) == fails, done.stdout[-6000:]
+    return done.stdout
+
+
+def weights(folder: Path) -> Weights:
+    return load_file(next(iter(sorted(folder.glob("*.safetensors")))))
+
+
+def moved(stage: Path, output: Path) -> tuple[bool, bool]:
+    """Whether any query or key projection is other than the base's, and whether any value projection is."""
+    base, tuned = weights(stage / "base"), weights(output)
+
+    def any_moved(*projections: str) -> bool:
+        names = [name for name in base if name.split(".")[-2] in projections]
+        assert names
+        return any(not torch.equal(base[name].float(), tuned[name].float()) for name in names)
+
+    return any_moved("q_proj", "k_proj"), any_moved("v_proj")
+
+
+# -- axolotl ----------------------------------------------------------------------------------------------------------
+
+
+def axolotl_config(stage: Path, **section: Any) -> dict[str, Any]:
+    return {
+        "base_model": str(stage / "base"),
+        "plugins": ["routeguard.integrations.axolotl.RouteGuardPlugin"],
+        "datasets": [{"path": str(stage / "data.jsonl"), "ds_type": "json", "type": "chat_template"}],
+        "dataset_prepared_path": str(stage / "prepared"),
+        "output_dir": str(stage / "out"),
+        "chat_template": "tokenizer_default",
+        "sequence_len": 64,
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": 1,
+        "max_steps": 2,
+        "learning_rate": 1e-3,
+        "optimizer": "adamw_torch",
+        "lr_scheduler": "constant",
+        "bf16": False,
+        "fp16": False,
+        "tf32": False,
+        "gradient_checkpointing": False,
+        "attn_implementation": "eager",
+        "train_on_inputs": True,
+        "save_strategy": "no",
+        **section,
+    }
+
+
+def axolotl(stage: Path, config: dict[str, Any], *, fails: bool = False) -> str:
+    pytest.importorskip("axolotl", reason="axolotl is tested in an environment of its own")
+    (stage / "config.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    return run(stage, "-m", "axolotl.cli.train", "config.yml", fails=fails)
+
+
+def test_axolotl_freezes_by_default(stage: Path) -> None:
+    said = axolotl(stage, axolotl_config(stage))
+    assert "routeguard: freeze: queries and keys" in said
+    assert moved(stage, stage / "out") == (False, True)
+
+
+def test_axolotl_takes_the_section(stage: Path) -> None:
+    axolotl(stage, axolotl_config(stage, routeguard={"protect": {"mode": "low_lr", "scale": 0.05}, "restore": "qk"}))
+    state = read_state(stage / "out")
+    assert state is not None
+    assert (state.protect, state.restore) == ({"mode": "low_lr", "scale": 0.05}, {"mode": "qk"})
+    assert moved(stage, stage / "out") == (False, True)
+
+
+def test_without_the_plugin_axolotl_moves_queries_and_keys(stage: Path) -> None:
+    said = axolotl(stage, {**axolotl_config(stage), "plugins": []})
+    assert "routeguard:" not in said
+    assert moved(stage, stage / "out") == (True, True)
+
+
+def test_axolotl_stops_at_a_wrong_key(stage: Path) -> None:
+    said = axolotl(stage, axolotl_config(stage, routeguard={"protct": "freeze"}), fails=True)
+    assert "key 'protct' is not understood; closest 'protect'" in said
+    assert not (stage / "out").exists()
+
+
+# -- ms-swift ---------------------------------------------------------------------------------------------------------
+
+
+def swift(stage: Path, *options: str, fails: bool = False) -> str:
+    pytest.importorskip("swift", reason="ms-swift is tested in an environment of its own")
+    return run(
+        stage,
+        *("-m", "swift.cli.sft", "--model", str(stage / "base"), "--model_type", "qwen3", "--template", "qwen"),
+        *("--tuner_type", "full", "--dataset", str(stage / "data.jsonl"), "--output_dir", str(stage / "out")),
+        *("--add_version", "false", "--max_steps", "2", "--learning_rate", "1e-3", "--torch_dtype", "float32"),
+        *("--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "1", "--attn_impl", "eager"),
+        *("--dataset_num_proc", "1", "--dataloader_num_workers", "0", "--split_dataset_ratio", "0"),
+        *("--gradient_checkpointing", "false", "--report_to", "none", *options),
+        fails=fails,
+    )
+
+
+def test_swift_restores_at_the_end(stage: Path) -> None:
+    lines = "from routeguard.integrations.swift import register\nregister(protect='track', restore='qk')\n"
+    (stage / "guard.py").write_text(lines, encoding="utf-8")
+    said = swift(stage, "--external_plugins", "guard.py", "--callbacks", "routeguard")
+    assert "routeguard: track" in said
+    assert (stage / "out" / "routeguard" / "restore.json").is_file()
+
+
+def test_swift_freezes(stage: Path) -> None:
+    lines = "from routeguard.integrations.swift import register\nregister()\n"
+    (stage / "guard.py").write_text(lines, encoding="utf-8")
+    swift(stage, "--external_plugins", "guard.py", "--callbacks", "routeguard")
+    assert moved(stage, stage / "out" / "checkpoint-2") == (False, True)
+
+
+def test_without_the_callback_swift_moves_queries_and_keys(stage: Path) -> None:
+    swift(stage)
+    assert moved(stage, stage / "out" / "checkpoint-2") == (True, True)
+
+
+# -- LLaMA-Factory ----------------------------------------------------------------------------------------------------
+
+
+def llamafactory(stage: Path, module: str, *, fails: bool = False, **section: Any) -> str:
+    pytest.importorskip("llamafactory", reason="LLaMA-Factory is tested in an environment of its own")
+    tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+    columns = {"messages": "messages"}
+    entry = {"file_name": "data.jsonl", "formatting": "sharegpt", "columns": columns, "tags": tags}
+    (stage / "dataset_info.json").write_text(json.dumps({"few": entry}), encoding="utf-8")
+    config = {
+        "model_name_or_path": str(stage / "base"),
+        "stage": "sft",
+        "do_train": True,
+        "finetuning_type": "full",
+        "dataset": "few",
+        "dataset_dir": str(stage),
+        "template": "default",
+        "output_dir": str(stage / "out"),
+        "max_steps": 2,
+        "learning_rate": 1e-3,
+        "per_device_train_batch_size": 2,
+        "report_to": "none",
+        "disable_gradient_checkpointing": True,
+        "use_cpu": True,
+        **section,
+    }
+    (stage / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    if importlib.util.find_spec("torchaudio") is None:
+        (stage / "torchaudio.py").write_text("")  # imported at the start, used for sound only
+    return run(stage, "-m", module, "config.yaml", fails=fails)
+
+
+OURS = "routeguard.integrations.llamafactory"
+
+
+def test_llama_factory_freezes_by_default(stage: Path) -> None:
+    said = llamafactory(stage, OURS)
+    assert "routeguard: freeze: queries and keys" in said
+    assert moved(stage, stage / "out") == (False, True)
+
+
+def test_llama_factory_takes_the_section(stage: Path) -> None:
+    llamafactory(stage, OURS, routeguard={"protect": "track", "restore": "qk"})
+    state = read_state(stage / "out")
+    assert state is not None
+    assert (state.protect, state.restore) == ({"mode": "track"}, {"mode": "qk"})
+    assert moved(stage, stage / "out") == (False, True)
+
+
+def test_without_the_guard_llama_factory_moves_queries_and_keys(stage: Path) -> None:
+    llamafactory(stage, "llamafactory.launcher")
+    assert moved(stage, stage / "out") == (True, True)
+
+
+def test_llama_factory_itself_refuses_the_section(stage: Path) -> None:
+    said = llamafactory(stage, "llamafactory.launcher", fails=True, routeguard={"protect": "track"})
+    assert "routeguard" in said
