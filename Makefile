@@ -43,7 +43,7 @@ test-oldest: $(OLDEST_VENV)/ready
 INTEGRATIONS_VENV := .venv-integrations
 INTEGRATIONS := axolotl swift llamafactory
 
-$(INTEGRATIONS_VENV)/%/ready: requirements-%.txt pyproject.toml
+$(INTEGRATIONS_VENV)/%/ready: tests/tools/requirements-%.txt pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --no-deps -r $<
 	$(@D)/bin/python -m pip install --quiet --no-deps -e .

@@ -193,5 +193,5 @@ def test_sections_on_the_page_are_understood() -> None:
     ("tool", "file"), [("axolotl", "axolotl"), ("ms_swift", "swift"), ("llamafactory", "llamafactory")]
 )
 def test_versions_on_the_page_are_the_ones_that_are_pinned(tool: str, file: str) -> None:
-    pins = dict(line.split("==") for line in (ROOT / f"requirements-{file}.txt").read_text("utf-8").split())
+    pins = dict(line.split("==") for line in (ROOT / f"tests/tools/requirements-{file}.txt").read_text("utf-8").split())
     assert f"| {pins[tool]} |" in (ROOT / PAGE).read_text("utf-8")
