@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from routeguard import find_routes
@@ -14,6 +15,7 @@ from tests.engines import distributed
 from tests.loops import tiny
 
 
+@pytest.mark.slow
 def test_whole_tensors_stand_still(tmp_path: Path) -> None:
     done = distributed("tests.fsdp1_worker", str(tmp_path))
     assert done.returncode == 0, done.stderr[-4000:]

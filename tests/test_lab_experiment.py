@@ -52,7 +52,7 @@ def line(condition: str, seed: int = 0, **settings: object) -> journal.Result:
 
 
 def test_what_a_killed_process_left_is_passed_over(tmp_path: Path) -> None:
-    path = tmp_path / "new folder" / "a.jsonl"
+    path = journal.path_for("lfm2", "sums", tmp_path / "new folder")
     journal.append(path, line("none"))
     with path.open("a") as stream:
         stream.write('{"schema_version": 1, "architec')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,7 @@ def test_the_command_measures_what_is_missing_and_the_page_shows_it(
     make(ARCHITECTURES["lfm2"], build=tmp_path, steps=1)
     monkeypatch.setattr("benchmarks.lab.experiment.subject.Subject.folder", tmp_path / "models/lfm2-seed0")
     monkeypatch.setattr(commands, "DATA_KINDS", {name: DATA_KINDS[name] for name in ("rules", "instruction")})
+    monkeypatch.setattr(commands, "reach_of", partial(reach_of, num_samples=8))
     commands.reach(["lfm2"], results=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / REACH_FILE).read_text().splitlines()]
     assert [line["data"] for line in lines] == ["rules", "instruction"]

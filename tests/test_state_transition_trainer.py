@@ -251,6 +251,7 @@ def test_what_the_trainer_refuses(tmp_path: Path) -> None:
             )
 
 
+@pytest.mark.slow
 def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
     """DDP, with and without gradient checkpointing; in the first step one process sees no step at all."""
     done = distributed("tests.state_transition_worker", str(tmp_path))

@@ -61,6 +61,7 @@ class RunsOutOfMemory(TrainerCallback):
             raise RuntimeError("CUDA out of memory. Tried to allocate 1 GiB")
 
 
+@pytest.mark.slow
 @each_case
 @each_mode
 def test_auto_find_batch_size_tries_again_from_the_first_start(mode: str, case: str, tmp_path: Path) -> None:
