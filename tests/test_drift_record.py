@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from routeguard.drift.meter import DriftSample
 from routeguard.drift.record import DriftRecord, read_record
+from routeguard.drift.sample import DriftSample
 
 
 def sample(step: int) -> DriftSample:
@@ -61,3 +63,13 @@ def test_another_schema_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({"schema_version": 99}) + "\n")
     with pytest.raises(ValueError, match="schema version 99, this version reads 1"):
         read_record(path)
+
+
+def test_reading_needs_no_torch(tmp_path: Path) -> None:
+    DriftRecord(tmp_path / "drift.jsonl", {}).append([sample(1)])
+    code = (
+        "import sys; from pathlib import Path; from routeguard.drift.record import read_record\n"
+        f"assert read_record(Path({str(tmp_path / 'drift.jsonl')!r}))[1][0].step == 1\n"
+        "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,7 +6,6 @@ Everything stays on the device until `read`: no host synchronisation between log
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,9 @@ from routeguard.drift.adapter_terms import lora_terms
 from routeguard.drift.forms import routing_forms
 from routeguard.drift.frobenius import compiled_kernel
 from routeguard.drift.routing_form import compiled_pair_kernel
-from routeguard.drift.terms import Cell, StartRows, base_terms, start_squares
+from routeguard.drift.sample import Cell
+from routeguard.drift.sample import DriftSample as DriftSample
+from routeguard.drift.terms import StartRows, base_terms, start_squares
 from routeguard.protect.held import Held, held_parameters
 from routeguard.protect.rows import take_rows
 from routeguard.routes.collection import Routes
@@ -23,24 +24,6 @@ from routeguard.sharding.processes import sum_over_processes
 from routeguard.sharding.split import shards_of
 
 COMPILE_FROM_ELEMENTS = 1 << 23  # held scalars from which compiled kernels pay
-
-
-@dataclass(frozen=True)
-class DriftSample:
-    """Drift at one step. `factors` maps (layer, role) to ‖W − W₀‖ / ‖W₀‖ over that role's tensors.
-
-    `routing` maps a layer to the relative drift of its logit form, one number for each query head; empty between log
-    steps and for layers where the weights' product is not the logit.
-    """
-
-    step: int
-    factors: Mapping[Cell, float]
-    routing: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
-
-    def of_role(self, role: str) -> float | None:
-        """Mean over layers, or None if no tensor of this role is measured."""
-        values = [value for (_, name), value in self.factors.items() if name == role]
-        return sum(values) / len(values) if values else None
 
 
 class DriftMeter:

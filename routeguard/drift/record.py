@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from routeguard.drift.meter import DriftSample
+from routeguard.drift.sample import DriftSample
 
 SCHEMA_VERSION = 1
 

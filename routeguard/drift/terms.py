@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from routeguard.drift.frobenius import Kernel, squared_distance, squared_norm
+from routeguard.drift.sample import Cell
 from routeguard.protect.held import Held
 from routeguard.protect.rows import take_rows
 from routeguard.routes.collection import Rows
-
-Cell = tuple[int, str]  # (layer, role)
 
 
 @dataclass

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from routeguard.checkpoint.sidecar import read_facts
-from routeguard.drift.meter import DriftMeter, DriftSample
+from routeguard.drift.meter import DriftMeter
 from routeguard.drift.record import DriftRecord
+from routeguard.drift.sample import DriftSample
 from routeguard.protect.anchor import AnchorPull
 from routeguard.protect.freeze import Frozen
 from routeguard.protect.groups import RoutingGroups
