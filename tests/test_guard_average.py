@@ -42,6 +42,7 @@ def test_every_weight_is_averaged_with_the_weights_of_the_first_step(tmp_path: P
     assert kept.keys() == start.keys() and all(torch.equal(kept[name], start[name]) for name in start)
     report = json.loads((tmp_path / "guarded/routeguard/restore.json").read_text())
     assert report["alpha"] == 0.25 and report["num_tensors"] == len(start) and report["drift_before"] > 0
+    assert report["notes"] == []  # not that a bare file carries no config: it is the model's own
     logged = [entry["routeguard/drift_before_restore"] for entry in trainer.state.log_history[-3:] if
               "routeguard/drift_before_restore" in entry]  # fmt: skip
     assert logged == [pytest.approx(report["drift_before"])]
@@ -58,6 +59,12 @@ def test_a_named_start_is_used_instead_of_a_file(tmp_path: Path) -> None:
     for name, value in values(other).items():
         assert torch.equal(parameters(trainer)[name], value), name
     assert not (tmp_path / "routeguard/start.safetensors").exists()
+
+
+def test_a_named_start_without_a_config_is_said_to_be_not_compared(tmp_path: Path) -> None:
+    run(tiny(), tmp_path, RouteGuard(Track(), Average(0.5), reference=values(tiny())))
+    (note,) = json.loads((tmp_path / "routeguard/restore.json").read_text())["notes"]
+    assert "the reference carries no config" in note
 
 
 def test_frozen_queries_and_keys_keep_their_bits_beside_the_average(tmp_path: Path) -> None:

@@ -18,7 +18,9 @@ from routeguard.routes.names import canonical_name
 from routeguard.sharding.split import is_split
 
 
-def average(model: nn.Module, reference: ReferenceSource, alpha: float = 0.1, *, insist: bool = False) -> AverageReport:
+def average(
+    model: nn.Module, reference: ReferenceSource | Source, alpha: float = 0.1, *, insist: bool = False
+) -> AverageReport:
     """Move every weight the fraction `alpha` of the way back to its start, in place: `W ← (1 − α)·W + α·W₀`.
 
     The method is WiSE-FT (arXiv 2109.01903), whose α counts from the start; ours counts from the tuned model, as
@@ -46,7 +48,7 @@ def average(model: nn.Module, reference: ReferenceSource, alpha: float = 0.1, *,
 
 @contextmanager
 def averaged(
-    model: nn.Module, reference: ReferenceSource, alpha: float = 0.1, *, insist: bool = False
+    model: nn.Module, reference: ReferenceSource | Source, alpha: float = 0.1, *, insist: bool = False
 ) -> Iterator[AverageReport]:
     """`with averaged(model, start): evaluate(model)`: averaged inside, the tuned weights back bit for bit after.
 
@@ -64,14 +66,14 @@ def averaged(
 
 
 def _checked(
-    model: nn.Module, reference: ReferenceSource, insist: bool
+    model: nn.Module, reference: ReferenceSource | Source, insist: bool
 ) -> tuple[dict[str, nn.Parameter], Source, tuple[str, ...]]:
     """The weights to average, by canonical name, where their start is read, and notes; nothing is changed."""
     weights: dict[str, nn.Parameter] = {}
     for name, weight in model.named_parameters():
         refuse_unfit(name, weight)
         weights[canonical_name(name)] = weight
-    source = as_source(reference, model)
+    source = reference if isinstance(reference, Source) else as_source(reference, model)
     missing = [name for name, weight in weights.items() if source.shapes.get(name) != tuple(weight.shape)]
     notes = without_start(missing, source.origin, insist=insist, total=len(weights))
     notes += tuple(check_same_meaning(meaning_of(model), source.meaning, insist=insist))

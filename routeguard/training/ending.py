@@ -97,7 +97,7 @@ class Ending:
         assert session.whole_start is not None
         report = average_at_end(model, session.whole_start, mode)
         for other in averaged_models(session.trainer) if session.is_main else ():
-            found = average(other, session.whole_start, mode.alpha)
+            found = average(other, session.whole_start.source(other), mode.alpha)
             print(f"routeguard: the average that is saved beside the model: {found}")
         trained = [h for h in session.held if h.trainable]
         self._marks = Marks(trained) if trained else None

@@ -20,7 +20,6 @@ from routeguard.protect.held import Held, held_parameters
 from routeguard.protect.modes import Anchor, Average, Freeze
 from routeguard.protect.optimizers import inner_optimizer
 from routeguard.restoration.reference import save_reference
-from routeguard.restoration.sources import ReferenceSource
 from routeguard.sharding.processes import sum_over_processes
 from routeguard.sharding.split import shards_of
 from routeguard.sharding.zero import is_partitioned, pulls_of
@@ -33,7 +32,7 @@ from routeguard.training.start import Start, find_start
 from routeguard.training.start_values import refuse_nan, start_values
 from routeguard.training.stillness import Stillness
 from routeguard.training.summary import summarise
-from routeguard.training.whole_start import keep_whole_start
+from routeguard.training.whole_start import WholeStart, keep_whole_start
 
 if TYPE_CHECKING:
     from routeguard.training.guard import RouteGuard
@@ -97,7 +96,7 @@ class Session:
             kept=kept,
             insist=guard.insist,
         )
-        self.whole_start: ReferenceSource | None = None
+        self.whole_start: WholeStart | None = None
         if isinstance(guard.restore, Average):
             self.whole_start = keep_whole_start(
                 model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,34 @@ from torch import nn
 from routeguard.protect.modes import Average
 from routeguard.restoration.average_report import AverageReport
 from routeguard.restoration.averaging import average, refuse_unfit
-from routeguard.restoration.sources import ReferenceSource
+from routeguard.restoration.meaning import meaning_of
+from routeguard.restoration.sources import ReferenceSource, Source, as_source
 from routeguard.routes.names import canonical_name
 from routeguard.sharding.processes import from_the_first, in_several_processes, is_first_process
 from routeguard.storage.durable import written_beside
 from routeguard.training.run_state import FOLDER, WHOLE_START_FILE
 
 
+@dataclass(frozen=True, eq=False)
+class WholeStart:
+    """Where the start of every weight can be read when training ends; opened then, and by the first process only.
+
+    `is_own` says that the run wrote it itself: it is the start of the very model that is trained.
+    """
+
+    reference: ReferenceSource
+    is_own: bool
+
+    def source(self, model: nn.Module) -> Source:
+        """The start for a model, or for an average that a callback keeps of it."""
+        found = as_source(self.reference, model)
+        return replace(found, meaning=meaning_of(model)) if self.is_own else found
+
+
 def keep_whole_start(
     model: nn.Module, wanted: Any, *, output_dir: Path, resumed_from: Path | None, resumed: bool, again: bool
-) -> ReferenceSource:
-    """Where the start of every weight can be read when training ends.
+) -> WholeStart:
+    """Make sure that the start of every weight can be read when training ends, and say where.
 
     Args:
         model: the model, before its first step.
@@ -38,8 +56,7 @@ def keep_whole_start(
     for name, parameter in model.named_parameters():
         refuse_unfit(name, parameter)
     if wanted is not None and not (isinstance(wanted, str) and wanted == "start"):
-        source: ReferenceSource = wanted
-        return source
+        return WholeStart(wanted, is_own=False)
     folders = [output_dir, *([resumed_from, resumed_from.parent] if resumed_from else [])]
     kept = next((f for folder in folders if (f := folder / FOLDER / WHOLE_START_FILE).is_file()), None)
     if resumed or again:
@@ -49,26 +66,25 @@ def keep_whole_start(
                 f"the start that the run averages with is gone: no {FOLDER}/{WHOLE_START_FILE} in "
                 f"{', '.join(map(str, folders))}. Give reference=PATH of the original model"
             )
-        return str(found)
+        return WholeStart(found, is_own=True)
     file = output_dir / FOLDER / WHOLE_START_FILE
     if is_first_process():
         file.parent.mkdir(parents=True, exist_ok=True)
         tensors = {canonical_name(n): p.detach().to("cpu", copy=True).contiguous() for n, p in model.named_parameters()}
         with written_beside(file) as beside:
             save_file(tensors, beside, metadata={"format": "pt"})
-    written: str = from_the_first(str(file))
-    return written
+    return WholeStart(from_the_first(str(file)), is_own=True)
 
 
 @torch.no_grad()
-def average_at_end(model: nn.Module, start: ReferenceSource, mode: Average) -> AverageReport:
+def average_at_end(model: nn.Module, start: WholeStart, mode: Average) -> AverageReport:
     """Average in the first process, which has the start and saves the model; the others are sent the result."""
     if not in_several_processes():
-        return average(model, start, mode.alpha)
+        return average(model, start.source(model), mode.alpha)
     report, failure = None, ""
     if is_first_process():
         try:
-            report = average(model, start, mode.alpha)
+            report = average(model, start.source(model), mode.alpha)
         except ValueError as error:
             failure = str(error)
     failure = from_the_first(failure)
