@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from routeguard.routes.perturbation import perturbation_check
 from routeguard.routes.probe import ProbeResult, probe_routes
+from tests.perturbation import perturbation_check
 from tests.zoo.build import CASES, build, example_inputs
 
 GLOBAL = {"full_attention", "indexed_attention", "minimax_m3_sparse", "hybrid"}
