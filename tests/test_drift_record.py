@@ -73,3 +73,10 @@ def test_reading_needs_no_torch(tmp_path: Path) -> None:
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_sample_reads_as_one_line() -> None:
+    factors = {(2, "query"): 0.1, (5, "query"): 0.3, (2, "key"): 0.0, (5, "key"): 0.01234567}
+    assert str(DriftSample(7, factors)) == "query 0.2, key 0.006173; largest 0.3 (layer 5 query), step 7"
+    assert str(DriftSample(1, dict.fromkeys(factors, 0.0))) == "query 0, key 0, step 1"
+    assert str(DriftSample(1, {})) == "nothing measured, step 1"

@@ -88,6 +88,17 @@ def test_drift_reaches_every_reporter(tmp_path: Path) -> None:
     assert sum("routeguard/drift_query" in logs for logs in seen) == 2
 
 
+@pytest.mark.parametrize("mode", ["track", "freeze"])
+def test_a_run_too_short_for_a_log_line_says_its_drift_at_the_end(mode: str, tmp_path: Path, capsys) -> None:
+    run(tiny(), tmp_path / "short", RouteGuard(mode), max_steps=3, logging_steps=10)
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if "drift at the end" in line]
+    _, samples = read_record(tmp_path / "short" / "routeguard" / "drift.jsonl")
+    assert said == f"routeguard: drift at the end: {samples[-1]}" and said.endswith(", step 3")
+    assert ("query 0, key 0," in said) is (mode == "freeze")
+    run(tiny(), tmp_path / "long", RouteGuard(mode), max_steps=3, logging_steps=2)  # its log line has the drift
+    assert "drift at the end" not in capsys.readouterr().out
+
+
 def test_restore_at_the_end_is_what_save_model_sees(tmp_path: Path) -> None:
     start = tiny()
     before = routed_values(start, find_routes(start))

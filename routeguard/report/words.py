@@ -95,12 +95,7 @@ def drift_at_end(run: RunReport) -> str:
     """Mean drift by role and the largest, at the last recorded step; before a restore."""
     if run.drift is None:
         return NOT_RECORDED
-    last = run.drift.samples[-1]
-    roles = dict.fromkeys(role for _, role in last.factors)
-    means = ", ".join(f"{role} {number(last.of_role(role))}" for role in roles)
-    (layer, role), largest = max(last.factors.items(), key=lambda item: item[1])
-    top = f"; largest {number(largest)} (layer {layer} {role})" if largest else ""
-    return f"{means}{top}, step {last.step}{', before what was done at the end' if run.restore is not None else ''}"
+    return f"{run.drift.samples[-1]}{', before what was done at the end' if run.restore is not None else ''}"
 
 
 def number(value: float | None) -> str:

@@ -41,8 +41,11 @@ class Ending:
         self._marks: Marks | None = None
 
     def finish(self) -> None:
-        """Write the steps since the last log line, and restore if that was asked for."""
-        self._session.metrics(routing=False)  # the best model may have been loaded over the last one
+        """Write the steps since the last log line, say the drift if no line did, and restore if that was asked for."""
+        session = self._session
+        session.metrics(routing=False)  # the best model may have been loaded over the last one
+        if session.unlogged is not None and session.is_main:
+            print(f"routeguard: drift at the end: {session.unlogged}", flush=True)
         if isinstance(self._method, Average):
             self._average(self._model, self._method)
         elif self._method is not None:

@@ -24,7 +24,7 @@ from routeguard.sharding.processes import sum_over_processes
 from routeguard.sharding.split import shards_of
 from routeguard.sharding.zero import is_partitioned, pulls_of
 from routeguard.training.engines import refuse_unread_masters
-from routeguard.training.log_metrics import LogWrapper
+from routeguard.training.log_metrics import LogWrapper, flat_metrics
 from routeguard.training.resolution import ResolutionWatch
 from routeguard.training.rewriters import refuse_bema_beside_shards
 from routeguard.training.run_state import DRIFT_FILE, FOLDER, REFERENCE_FILE, write_state
@@ -72,7 +72,7 @@ class Session:
         self.model = model
         self.trainer = trainer
         self.step = self._written_step = resumed_step
-        self._last_metrics: dict[str, float] = {}
+        self._newest: DriftSample | None = None
         resumed = resumed_from is not None or resumed_step > 0
         whole = held_parameters(model, guard.routes)
         self.shards = shards_of(whole)
@@ -151,8 +151,13 @@ class Session:
         self._write(samples)
         self._written_step = self.step
         if samples:
-            self._last_metrics = flat_metrics(samples[-1])
-        return self._last_metrics
+            self._newest = samples[-1]
+        return {} if self._newest is None else flat_metrics(self._newest)
+
+    @property
+    def unlogged(self) -> DriftSample | None:
+        """The newest drift that was read, if no log line has carried any (a run shorter than `logging_steps`)."""
+        return None if self.log is not None and self.log.has_added else self._newest
 
     def write_checkpoint_state(self, folder: str) -> None:
         """Leave `routeguard.json` in a checkpoint that the Trainer has just written."""
@@ -219,22 +224,6 @@ class Session:
     def _write(self, samples: Sequence[DriftSample]) -> None:
         if self.is_main:
             self.record.append(samples)
-
-
-def flat_metrics(sample: DriftSample) -> dict[str, float]:
-    """A sample as reporter metrics: mean drift by role, the largest, and the logit form's mean and largest head."""
-    metrics = {}
-    for role in dict.fromkeys(role for _, role in sample.factors):
-        mean = sample.of_role(role)
-        if mean is not None:
-            metrics[f"routeguard/drift_{role}"] = mean
-    if sample.factors:
-        metrics["routeguard/drift_max"] = max(sample.factors.values())
-    heads = [value for layer in sample.routing.values() for value in layer]
-    if heads:
-        metrics["routeguard/routing_drift"] = sum(heads) / len(heads)
-        metrics["routeguard/routing_drift_max"] = max(heads)
-    return metrics
 
 
 def _cells(guard: RouteGuard) -> list[tuple[int, str]]:
