@@ -14,7 +14,8 @@ from typing import Any
 
 from routeguard.checkpoint.patch import Patch, apply_patches, patched_files
 from routeguard.checkpoint.provenance import forget_last_restore, read_restores, record_restore
-from routeguard.checkpoint.sidecar import SIDECAR_FOLDER, rows_from_json
+from routeguard.checkpoint.sidecar import SIDECAR_FOLDER
+from routeguard.routes.collection import rows_from_json
 from routeguard.storage.durable import sync, written_beside
 from routeguard.storage.header import StoredTensor, read_header
 from routeguard.storage.locks import folder_lock

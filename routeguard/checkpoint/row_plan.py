@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from routeguard.checkpoint.start import Start, with_places
+from routeguard.checkpoint.start import Start
 from routeguard.routes.collection import Route, Routes
 from routeguard.routes.names import canonical_name
+from routeguard.routes.places import with_places
 from routeguard.storage.header import FLOATS, StoredTensor
 from routeguard.storage.row_bytes import Slice, prefetch_rows
 

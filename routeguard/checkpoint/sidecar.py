@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from routeguard.routes.collection import Route, Rows
+from routeguard.routes.collection import Rows, rows_from_json
+from routeguard.routes.collection import route_from_json as route_from_json
 from routeguard.storage.header import StoredTensor, read_header
 from routeguard.storage.row_bytes import row_chunks
 
@@ -46,15 +47,6 @@ def read_facts(path: Path) -> dict[str, Any]:
     if absent:
         raise ValueError(f"{path} is damaged: its description lacks {', '.join(absent)}")
     return facts
-
-
-def rows_from_json(rows: Any) -> Rows | None:
-    return None if rows is None else tuple((int(start), int(stop)) for start, stop in rows)
-
-
-def route_from_json(data: Mapping[str, Any]) -> Route:
-    lists = {"shape": tuple(data["shape"]), "tied_layers": tuple(data["tied_layers"])}
-    return Route(**{**data, **lists, "rows": rows_from_json(data["rows"])})
 
 
 def digest_header(name: str, rows: Rows | None, dim: int, shape: tuple[int, ...], dtype: str) -> bytes:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,21 +12,19 @@ from routeguard.checkpoint.sidecar import (
     digest_on_disk,
     read_facts,
     refuse_altered,
-    route_from_json,
-    rows_from_json,
     sidecar_in,
 )
 from routeguard.restoration.meaning import meaning_of_config
-from routeguard.routes.collection import ROLES, Route, Routes, Rows
+from routeguard.routes.collection import ROLES, Route, Routes, Rows, route_from_json, rows_from_json
 from routeguard.routes.config import text_config
 from routeguard.routes.names import canonical_name
+from routeguard.routes.places import Place, fit_row_for_row, with_places
 from routeguard.routes.resolve import resolve
 from routeguard.storage.folder import checkpoint_config, holds_model, quantisation_of, stored_checkpoint, stored_tensors
 from routeguard.storage.header import StoredTensor
 from routeguard.storage.row_bytes import Slice, locate_rows
 
 MAX_LAYERS = 100_000
-Place = tuple[int, str, str, bool, int]  # layer, role, kind, shared, position among those
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ class Start:
         rows, dim = route.rows, route.dim
         if match is None:
             match = self._places.get(place)
-            if match is None or match.num_rows != route.num_rows or other_dims(match) != other_dims(route):
+            if match is None or not fit_row_for_row(match, route):
                 return None
             name, rows, dim = match.parameter, match.rows, match.dim
         if name not in self.tensors or dim != route.dim:
@@ -158,20 +155,3 @@ def _open_sidecar(path: Path) -> Start:
         is_sidecar=True,
         meaning=facts["meaning"],
     )
-
-
-def with_places(routes: Iterable[Route]) -> list[tuple[Route, Place]]:
-    """Each route with its place: what identifies it when names differ."""
-    counts: dict[tuple[int, str, str, bool], int] = defaultdict(int)
-    placed: list[tuple[Route, Place]] = []
-    for route in routes:
-        group = (route.layer, route.role, route.kind, route.shared)
-        place: Place = (*group, counts[group])
-        counts[group] += 1
-        placed.append((route, place))
-    return placed
-
-
-def other_dims(route: Route) -> tuple[int, ...]:
-    """The shape without the dimension that the rows index."""
-    return route.shape[: route.dim] + route.shape[route.dim + 1 :]

@@ -11,10 +11,11 @@ from typing import Any
 
 from routeguard.checkpoint.compare import num_differing, why_not_comparable
 from routeguard.checkpoint.in_place import refuse_interrupted
-from routeguard.checkpoint.start import Start, open_start, with_places
+from routeguard.checkpoint.start import Start, open_start
 from routeguard.routes.collection import ROLES, ROUTING_ROLES, Role, Route, Routes
 from routeguard.routes.find import find_routes
 from routeguard.routes.names import canonical_name
+from routeguard.routes.places import with_places
 from routeguard.storage.floats import is_exact
 from routeguard.storage.folder import is_adapter, stored_checkpoint
 from routeguard.storage.header import StoredTensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -12,14 +11,14 @@ from torch import Tensor, nn
 
 from routeguard.protect.held import Held, peft_configs
 from routeguard.protect.rows import put_rows, take_rows
+from routeguard.restoration.adapters import adapted_modules
 from routeguard.restoration.reference import Reference
 from routeguard.restoration.sources import ReferenceSource, Source, as_source
 from routeguard.routes.collection import Route, Rows, merge_rows
 from routeguard.routes.in_memory import is_quantised
 from routeguard.routes.names import canonical_name
+from routeguard.routes.places import Place, fit_row_for_row, with_places
 from routeguard.sharding.whole import whole_shape
-
-Place = tuple[int, str, str, bool, int]  # layer, role, kind, shared, position among those
 
 
 def open_reference(source: ReferenceSource, model: nn.Module, held: Sequence[Held]) -> Reference:
@@ -43,7 +42,7 @@ def open_reference(source: ReferenceSource, model: nn.Module, held: Sequence[Hel
     """
     opened = as_source(source, model)
     lookup = _Lookup(opened, [route for piece in held for route in piece.routes])
-    for group in _by_adapted_module(held).values():
+    for group in adapted_modules(held).values():
         lookup.adapter(group, list(peft_configs(model)))
     for piece in held:
         if piece.part == "base" and not is_quantised(piece.parameter):
@@ -56,7 +55,7 @@ class _Lookup:
 
     def __init__(self, source: Source, routes: Sequence[Route]) -> None:
         self.source = source
-        self.places = _places([_canonical(route) for route in dict.fromkeys(routes)])
+        self.places = dict(with_places(dict.fromkeys(map(_canonical, routes))))
         self.tensors: dict[str, Tensor] = {}
         self.rows: dict[str, Rows | None] = {}
         self.dims: dict[str, int] = {}
@@ -153,9 +152,7 @@ class _Lookup:
         pieces = []
         for route in routes:
             match = self._at(route)
-            if match is None or match.num_rows != route.num_rows or _other_dims(match) != _other_dims(route):
-                return None
-            if match.dim != route.dim:
+            if match is None or not fit_row_for_row(match, route) or match.dim != route.dim:
                 return None
             pieces.append((route, match))
         if merge_rows([pair for route in routes for pair in route.rows or ((0, route.shape[route.dim]),)]) != (
@@ -175,12 +172,11 @@ class _Lookup:
     def _at(self, route: Route) -> Route | None:
         if self._source_places is None:
             try:
-                self._source_places = _places(self.source.routes())
+                self._source_places = {place: route for route, place in with_places(self.source.routes())}
             except ValueError as error:
                 self._source_places = {}
                 self._unreadable = f"\nIts routes could not be read either: {error}"
-        place = next((place for place, known in self.places.items() if known == _canonical(route)), None)
-        return None if place is None else self._source_places.get(place)
+        return self._source_places.get(self.places[_canonical(route)])
 
     def _adapters_on(self, name: str) -> list[str]:
         """Tensors of the source that hang below the module of a routed weight."""
@@ -220,28 +216,5 @@ def _adapter_spellings(name: str, adapters: Sequence[str]) -> list[str]:
     return spellings
 
 
-def _by_adapted_module(held: Sequence[Held]) -> dict[str, list[Held]]:
-    groups: dict[str, list[Held]] = defaultdict(list)
-    for piece in held:
-        if piece.part != "base":
-            groups[piece.routes[0].parameter].append(piece)
-    return groups
-
-
-def _places(routes: Sequence[Route]) -> dict[Place, Route]:
-    counts: dict[tuple[int, str, str, bool], int] = defaultdict(int)
-    places: dict[Place, Route] = {}
-    for route in routes:
-        group = (route.layer, route.role, route.kind, route.shared)
-        place: Place = (*group, counts[group])
-        places[place] = route
-        counts[group] += 1
-    return places
-
-
 def _canonical(route: Route) -> Route:
     return replace(route, parameter=canonical_name(route.parameter))
-
-
-def _other_dims(route: Route) -> tuple[int, ...]:
-    return route.shape[: route.dim] + route.shape[route.dim + 1 :]

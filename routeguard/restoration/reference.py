@@ -22,13 +22,11 @@ from routeguard.checkpoint.sidecar import (
     digest_header,
     read_facts,
     refuse_altered,
-    route_from_json,
-    rows_from_json,
 )
 from routeguard.protect.held import Held
 from routeguard.protect.rows import take_rows
 from routeguard.restoration.meaning import meaning_of
-from routeguard.routes.collection import Route, Rows
+from routeguard.routes.collection import Route, Rows, route_from_json, rows_from_json
 from routeguard.routes.in_memory import is_quantised
 from routeguard.sharding.processes import from_the_first, is_first_process
 from routeguard.sharding.split import is_split

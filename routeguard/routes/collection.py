@@ -6,7 +6,7 @@ Everything here is plain data (no torch), immutable, printable and JSON-serialis
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any, Literal, get_args
@@ -217,7 +217,7 @@ class Routes(Sequence[Route]):
         if version != SCHEMA_VERSION:
             raise ValueError(f"routes were written with schema version {version}, this version reads {SCHEMA_VERSION}")
         return cls(
-            routes=tuple(_route_from_dict(route) for route in data["routes"]),
+            routes=tuple(route_from_json(route) for route in data["routes"]),
             attention=tuple(AttentionLayer(**layer) for layer in data["attention"]),
             model_type=data["model_type"],
             layer_kinds=tuple(data["layer_kinds"]),
@@ -267,13 +267,12 @@ def merge_rows(rows: Iterable[tuple[int, int]]) -> Rows:
     return tuple(merged)
 
 
-def _route_from_dict(data: dict[str, Any]) -> Route:
-    rows = data["rows"]
-    return Route(
-        **{
-            **data,
-            "shape": tuple(data["shape"]),
-            "rows": None if rows is None else tuple((start, stop) for start, stop in rows),
-            "tied_layers": tuple(data["tied_layers"]),
-        }
-    )
+def route_from_json(data: Mapping[str, Any]) -> Route:
+    """A route from what `dataclasses.asdict` made of it, with JSON in between or not."""
+    lists = {"shape": tuple(data["shape"]), "tied_layers": tuple(data["tied_layers"])}
+    return Route(**{**data, **lists, "rows": rows_from_json(data["rows"])})
+
+
+def rows_from_json(rows: Sequence[Sequence[int]] | None) -> Rows | None:
+    """Row ranges from the lists that JSON makes of them."""
+    return None if rows is None else tuple((int(start), int(stop)) for start, stop in rows)
