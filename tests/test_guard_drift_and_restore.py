@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from routeguard import Anchor, Interpolate, LowLR, QKPro, QKRestore, RouteGuard, Track, find_routes, track
+from routeguard import Anchor, Interpolate, LowLR, QKPro, QKRestore, RouteGuard, Track, find_routes, freeze, track
 from routeguard.drift.record import read_record
 from routeguard.restoration.in_memory import restore
 from tests.loops import assert_moved, assert_same, routed_values, tiny, train
@@ -263,5 +263,37 @@ def test_track_as_a_function_measures_what_the_guard_measures() -> None:
         assert samples[-1].factors[route.layer, route.role] == pytest.approx(
             ((now - then).norm() / then.norm()).item(), rel=1e-4
         )
-    with pytest.raises(ValueError, match="none of the 4 routing tensors is trainable"):
-        track(model.requires_grad_(False), routes)
+
+
+@pytest.mark.parametrize("case", ["lfm2", "qwen3_next", "granitemoehybrid"])  # whole tensors, rows, a logit form
+def test_a_meter_on_a_frozen_model_reads_zero_until_something_writes_to_it(case: str) -> None:
+    model = tiny(case)
+    routes = find_routes(model)
+    frozen = freeze(model, routes)
+    meter = track(model, routes)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    frozen.attach(optimizer)
+    train(model, optimizer, after_step=meter.measure)
+    assert [set(sample.factors.values()) for sample in meter.read()] == [{0.0}] * 3
+    route = next(r for r in routes if r.role == "query")
+    with torch.no_grad():
+        model.get_parameter(route.parameter).mul_(1.1)
+    meter.measure(4)
+    (sample,) = meter.read()
+    assert {cell for cell, value in sample.factors.items() if value} == {(route.layer, "query")}
+    assert sample.factors[route.layer, "query"] == pytest.approx(0.1, rel=1e-4)
+    assert all(0 < head < 1 for head in sample.routing.get(route.layer, ()))
+
+
+def test_a_meter_on_a_partly_frozen_model_reads_the_rest() -> None:
+    model = tiny()
+    routes = find_routes(model)
+    still, free = routes.layers
+    frozen = freeze(model, find_routes(model, layers=[still]))
+    meter = track(model, routes)
+    train(
+        model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2), after_step=meter.measure
+    )
+    factors = meter.read()[-1].factors
+    assert frozen.whole and factors[still, "query"] == factors[still, "key"] == 0
+    assert factors[free, "query"] > 0 < factors[free, "key"]

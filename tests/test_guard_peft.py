@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from peft import IA3Config, LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from routeguard import Anchor, LowLR, QKRestore, RouteGuard, Track, find_routes, freeze
+from routeguard import Anchor, LowLR, QKRestore, RouteGuard, Track, find_routes, freeze, track
 from routeguard.drift.record import read_record
 from routeguard.protect.held import held_parameters, lora_pairs
 from routeguard.protect.rows import take_rows
@@ -31,6 +32,19 @@ def adapted(case: str, **options) -> nn.Module:
     torch.manual_seed(0)
     settings = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS.get(case, "all-linear"), **options}
     return get_peft_model(tiny(case), LoraConfig(**settings)).train()
+
+
+def on_quantised(base: Path, bits: int, **options: Any) -> nn.Module:
+    """LoRA on a saved model that bitsandbytes loads in 4 or 8 bits, on the CPU."""
+    from peft import prepare_model_for_kbit_training
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    stored = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32} if bits == 4 else {"load_in_8bit": True}
+    model = AutoModelForCausalLM.from_pretrained(
+        base, quantization_config=BitsAndBytesConfig(**stored), device_map={"": "cpu"}
+    )
+    torch.manual_seed(0)
+    return get_peft_model(prepare_model_for_kbit_training(model), LoraConfig(**{"r": 4, **options}))
 
 
 def deltas(model: nn.Module) -> dict[str, Tensor]:
@@ -226,19 +240,10 @@ def test_freeze_as_a_function_serves_adapters_too() -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_adapters_on_a_quantised_base(bits: int, tmp_path: Path) -> None:
     """bitsandbytes on the CPU: frozen base, drift relative to the dequantised weight, restore of the adapter alone."""
-    from peft import prepare_model_for_kbit_training
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
     tiny().save_pretrained(tmp_path / "base")
-    options = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32} if bits == 4 else {"load_in_8bit": True}
 
     def quantised() -> nn.Module:
-        config = BitsAndBytesConfig(**options)
-        base = AutoModelForCausalLM.from_pretrained(
-            tmp_path / "base", quantization_config=config, device_map={"": "cpu"}
-        )
-        torch.manual_seed(0)
-        return get_peft_model(prepare_model_for_kbit_training(base), LoraConfig(r=4, target_modules=TARGETS["lfm2"]))
+        return on_quantised(tmp_path / "base", bits, target_modules=TARGETS["lfm2"])
 
     frozen = run(quantised(), tmp_path / "a", RouteGuard())
     assert all(not delta.any() for delta in deltas(frozen.model).values())
@@ -246,6 +251,9 @@ def test_adapters_on_a_quantised_base(bits: int, tmp_path: Path) -> None:
     assert all(not delta.any() for delta in deltas(tracked.model).values())
     _, samples = read_record(tmp_path / "b" / "routeguard" / "drift.jsonl")
     assert all(0 < value < 10 for value in samples[-1].factors.values())
+    bare = quantised().unload()
+    with pytest.raises(ValueError, match="all 4 routing tensors are stored quantised and no adapter"):
+        track(bare, find_routes(bare))
     with pytest.raises(ValueError, match="stored quantised and there is no adapter"):
         RouteGuard()._protector.hold(quantised().unload())
 

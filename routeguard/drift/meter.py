@@ -20,6 +20,7 @@ from routeguard.drift.terms import StartRows, base_terms, start_squares
 from routeguard.protect.held import Held, held_parameters
 from routeguard.protect.rows import take_rows
 from routeguard.routes.collection import Routes
+from routeguard.routes.in_memory import is_quantised
 from routeguard.sharding.processes import sum_over_processes
 from routeguard.sharding.split import shards_of
 
@@ -32,9 +33,9 @@ class DriftMeter:
     Args:
         model: the model in training.
         routes: what is covered; gives layers, roles and geometry.
-        held: from `held_parameters(model, routes)`; those that cannot move are measured as zero and cost nothing.
+        held: from `held_parameters(model, routes)`.
         starts: for each held name the start of its held rows, on the parameter's device (kept, not copied, where a
-            route covers all of them).
+            route covers all of them). What has no start is taken for unmoved, and costs nothing.
         total: sums a tensor over all processes, where `held` are shards; called once now and once in each `read`. The
             logit form is then not measured. None (default): everything is here.
     """
@@ -58,7 +59,7 @@ class DriftMeter:
         ]
         self.cells: tuple[Cell, ...] = tuple(dict.fromkeys((route.layer, route.role) for route in routes))
         self._total = total
-        squares = start_squares(self._terms, self.cells, held)
+        squares = start_squares(self._terms, self.cells, held, rows)
         norms = (squares if total is None else total(squares)).sqrt()
         self._norms = torch.where(norms > 0, norms, 1)  # a start of zeros: its drift is the plain distance
         self._steps: list[int] = []
@@ -115,20 +116,25 @@ def track(model: nn.Module, routes: Routes) -> DriftMeter:
     """`Track` for a plain loop: measure drift from the model's present values.
 
     Call `meter.measure(step)` after each optimizer step and `meter.read()` when you log. It changes nothing and costs
-    one copy of what can move. Where parameters are split over processes (FSDP2, tensor parallelism), all of them must
-    call it and `read`, which adds up over them once.
+    one copy of the routes, or of the adapters on them. What `freeze` holds is measured like the rest: it reads zero as
+    long as nothing else writes to it. Where parameters are split over processes (FSDP2, tensor parallelism), all of
+    them must call it and `read`, which adds up over them once.
 
     Args:
         model: on its final device and in its final dtype.
         routes: from `find_routes(model)`.
 
     Raises:
-        ValueError: no routing parameter is trainable, so there is nothing to measure.
+        ValueError: all of the routes are stored quantised and no adapter is on them, so there is nothing to measure.
     """
     whole = held_parameters(model, routes)
     shards = shards_of(whole)
     held: Sequence[Held] = shards or whole
-    starts = {h.name: take_rows(h.parameter.detach(), h.rows, h.dim).clone() for h in held if h.trainable}
-    if not starts:
-        raise ValueError(f"none of the {len(held)} routing tensors is trainable: queries and keys cannot move")
+    measured = [h for h in held if not is_quantised(h.parameter)]
+    if not measured:
+        raise ValueError(
+            f"all {len(held)} routing tensors are stored quantised and no adapter is on them: they cannot move, and "
+            "their drift is not measured"
+        )
+    starts = {h.name: take_rows(h.parameter.detach(), h.rows, h.dim).clone() for h in measured}
     return DriftMeter(model, routes, held, starts, total=None if shards is None else sum_over_processes)

@@ -71,14 +71,14 @@ def _term(cell: Cell, held: Held, start: Tensor, rows: Rows | None, kernel: Kern
     return Term(cell, squared, held.share * squared_norm(start))
 
 
-def start_squares(terms: Sequence[Term], cells: Sequence[Cell], held: Sequence[Held]) -> Tensor:
-    """‖W₀‖² of each cell, `[cells]`: of everything that makes it up, also where it cannot move."""
+def start_squares(terms: Sequence[Term], cells: Sequence[Cell], held: Sequence[Held], starts: StartRows) -> Tensor:
+    """‖W₀‖² of each cell, `[cells]`: of everything that makes it up, also where it cannot move and has no start."""
     device = terms[0].start_squared.device if terms else (held[0].parameter.device if held else torch.device("cpu"))
     sums = {cell: torch.zeros((), device=device) for cell in cells}
     for term in terms:
         sums[term.cell] = sums[term.cell] + term.start_squared.to(device)
     for h in held:
-        if h.part == "base" and not h.trainable and h.parameter.dtype.is_floating_point:
+        if h.part == "base" and h.name not in starts and h.parameter.dtype.is_floating_point:
             for route in h.routes:
                 rows = take_rows(h.parameter.detach(), route.rows, h.dim)
                 cell = (route.layer, route.role)
