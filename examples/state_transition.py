@@ -27,8 +27,8 @@ from datasets import Dataset
 from state_transition_support.costs import Cost, reading_cost
 from state_transition_support.evicting import EvictingLayer, HeavyHitterLayer, evicting_cache, evicting_in_one_pass
 from state_transition_support.results import Results
+from state_transition_support.training import on_the_cpu
 from transformers import DynamicCache, set_seed
-from trl import SFTConfig
 
 from routeguard.demo import tasks
 from routeguard.demo.model import FULL_ATTENTION_LAYERS, load_model, load_tokenizer
@@ -103,23 +103,14 @@ def train(tokenizer: Any, marks: StepMarks, *, steps: int, seed: int, paths: boo
         path.requires_grad_(paths)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        arguments = SFTConfig(
-            output_dir=folder,
-            max_steps=steps,
+        arguments = on_the_cpu(
+            folder,
+            steps,
             per_device_train_batch_size=16,
             learning_rate=2e-2,
             lr_scheduler_type="linear",
             warmup_steps=20,
-            weight_decay=0.0,
-            max_length=None,
-            dataset_kwargs={"skip_prepare_dataset": True},
-            gradient_checkpointing=False,
-            bf16=False,
-            use_cpu=True,
             logging_steps=max(1, steps // 4),
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
             seed=seed,
         )
         data = training_data(tokenizer, marks, rows=16 * steps, seed=seed)

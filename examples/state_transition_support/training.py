@@ -15,26 +15,35 @@ BATCH, RANK = 4, 16
 PATH_RATE, LORA_RATE = 5e-3, 1e-3
 
 
-def arguments(folder: Path, steps: int, *, learning_rate: float) -> SFTConfig:
-    """Settings that both trainings share, but for the learning rate."""
+def on_the_cpu(folder: Path | str, steps: int, **settings: Any) -> SFTConfig:
+    """Settings of a short training in fp32 on rows that are token ids already; nothing is saved on the way."""
     return SFTConfig(
         output_dir=str(folder),
         max_steps=steps,
-        per_device_train_batch_size=BATCH,
-        train_sampling_strategy="sequential",  # both see the same batches
-        learning_rate=learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=5,
         weight_decay=0.0,
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
         gradient_checkpointing=False,
         bf16=False,
         use_cpu=True,
-        logging_steps=5,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        **settings,
+    )
+
+
+def _alike(folder: Path, steps: int, *, learning_rate: float) -> SFTConfig:
+    """What both trainings share, but for the learning rate."""
+    return on_the_cpu(
+        folder,
+        steps,
+        per_device_train_batch_size=BATCH,
+        train_sampling_strategy="sequential",  # both see the same batches
+        learning_rate=learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=5,
+        logging_steps=5,
     )
 
 
@@ -42,7 +51,7 @@ def train_paths(model: Any, rows: Dataset, tokenizer: Any, folder: Path, steps: 
     """Train the paths of a converted model; `folder` gets them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        settings = arguments(folder, steps, learning_rate=PATH_RATE)
+        settings = _alike(folder, steps, learning_rate=PATH_RATE)
         StateTransitionTrainer(model, args=settings, train_dataset=rows, processing_class=tokenizer, beta=0.5).train()
     model.state_transition.save_pretrained(folder)
 
@@ -54,7 +63,7 @@ def train_lora(model: Any, rows: Dataset, tokenizer: Any, folder: Path, steps: i
     adapters = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=["q_proj", "k_proj", "v_proj"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        settings = arguments(folder, steps, learning_rate=LORA_RATE)
+        settings = _alike(folder, steps, learning_rate=LORA_RATE)
         trainer = SFTTrainer(model, args=settings, train_dataset=rows, processing_class=tokenizer, peft_config=adapters)
         trainer.train()
     trainer.model.save_pretrained(folder)
