@@ -13,6 +13,7 @@ from routeguard.protect.modes import Anchor, Freeze, LowLR, Protection
 from routeguard.protect.optimizers import inner_optimizer
 from routeguard.routes.collection import Role, Routes
 from routeguard.routes.find import find_routes
+from routeguard.training.four_bit import StaysUnpacked
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,6 +41,7 @@ class Protector:
         self.frozen: Frozen | None = None
         self.groups: RoutingGroups | None = None
         self._pulled: set[str] = set()
+        self._unpacked: StaysUnpacked | None = None
 
     def find(self, model: nn.Module) -> list[Held]:
         """Everything through which training could move the routes of a model; changes nothing."""
@@ -71,6 +73,8 @@ class Protector:
         self.frozen = freeze(model, routes) if isinstance(self.protect, Freeze) else None
         self.routes = routes
         self.model = model
+        self._let_pack()
+        self._unpacked = StaysUnpacked(model)
         # Decided here, at the weights the run starts from: a resumed adapter is no longer at zero later on.
         self._pulled = {h.name for h in anchored(held)} if isinstance(self.protect, Anchor) else set()
 
@@ -102,7 +106,13 @@ class Protector:
         """Thaw what was frozen and forget the model."""
         if self.frozen is not None:
             self.frozen.release()
+        self._let_pack()
         self.model = self.routes = self.frozen = self.groups = None
+
+    def _let_pack(self) -> None:
+        if self._unpacked is not None:
+            self._unpacked.release()
+            self._unpacked = None
 
 
 def _refuse_quantised_full_fine_tuning(model: nn.Module, routes: Routes, held: list[Held]) -> None:

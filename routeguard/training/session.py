@@ -24,6 +24,7 @@ from routeguard.sharding.processes import sum_over_processes
 from routeguard.sharding.split import shards_of
 from routeguard.sharding.zero import is_partitioned, pulls_of
 from routeguard.training.engines import refuse_unread_masters
+from routeguard.training.four_bit import warn_of_packed
 from routeguard.training.log_metrics import LogWrapper, flat_metrics
 from routeguard.training.resolution import ResolutionWatch
 from routeguard.training.rewriters import refuse_bema_beside_shards
@@ -84,6 +85,7 @@ class Session:
         self.held = held
         refuse_bema_beside_shards(trainer, whole)
         refuse_nan(held)
+        warn_of_packed(model)
         start = find_start(
             guard.reference,
             model,

@@ -9,6 +9,7 @@ from routeguard.protect.freeze import Frozen
 from routeguard.protect.held import Held
 from routeguard.protect.rows import take_rows
 from routeguard.sharding.zero import published
+from routeguard.training.four_bit import code_fingerprint, is_repackable
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -16,8 +17,11 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def fingerprint(tensor: Tensor) -> Tensor:
     """The 64-bit sum of a tensor's entries read as integers: any single changed entry changes it.
 
-    A 0-d tensor on the device. It detects training, not an attack.
+    A 0-d tensor on the device. It detects training, not an attack. That of a 4-bit weight does not depend on the order
+    in which its entries are stored.
     """
+    if is_repackable(tensor):
+        return code_fingerprint(tensor)
     bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()])
     return bits.sum(dtype=torch.int64)
 
