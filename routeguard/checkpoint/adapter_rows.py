@@ -12,7 +12,6 @@ import numpy as np
 
 from routeguard.checkpoint.adapter_tensors import (
     PART,
-    ZERO_B,
     adapter_config,
     adapter_tensors,
     chosen_routes,
@@ -21,6 +20,7 @@ from routeguard.checkpoint.adapter_tensors import (
 from routeguard.checkpoint.compare import num_nonzero, num_unequal, why_not_comparable
 from routeguard.checkpoint.patch import Patch
 from routeguard.checkpoint.start import Start
+from routeguard.protect.adapter_inits import ZERO_B_INITS
 from routeguard.protect.modes import Interpolate, QKPro, Restoration
 from routeguard.restoration.report import LayerRestore, RestoreReport, describe_method
 from routeguard.routes.collection import Role, Route, Rows, merge_rows
@@ -116,7 +116,7 @@ class _Planner:
         if str(self.config.get("peft_type")) != "LORA":
             kind = self.config.get("peft_type")
             raise ValueError(f"a {kind} adapter acts on {route.parameter}; its start is not known: {_REMEDY}")
-        if self.config.get("init_lora_weights", True) not in ZERO_B:
+        if self.config.get("init_lora_weights", True) not in ZERO_B_INITS:
             init = self.config.get("init_lora_weights")
             raise ValueError(f"init_lora_weights={init!r} did not start at zero on {route.parameter}: {_REMEDY}")
         for name, tensor in mine.items():

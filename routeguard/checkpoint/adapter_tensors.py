@@ -12,8 +12,6 @@ from routeguard.routes.collection import ROUTING_ROLES, Role, Route
 from routeguard.storage.folder import adapter_file, read_json, stored_tensors
 from routeguard.storage.header import StoredTensor
 
-# Initialisations of LoRA that leave B at zero, as adapter_config.json spells them.
-ZERO_B = (True, "gaussian", "eva")
 PART = re.compile(r"\.(?P<part>lora_A|lora_B|lora_magnitude_vector)(?:\.[^.]+)?(?P<tail>\.weight|\.bias)?$")
 _TOWER = re.compile(r"(^|[._])(vision|visual|vit|audio|image|img|speech)([._]|$)|encoder\.")  # beside the text decoder
 _IN_LAYER = re.compile(r"^(?P<prefix>(?:.*?\.)?)(?P<tail>(?:layers|h|blocks|block|layer|decoder_layers)\.\d+\..+)$")

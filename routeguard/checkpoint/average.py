@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from routeguard.checkpoint.adapter_tensors import PART, ZERO_B, adapter_config, aligned
+from routeguard.checkpoint.adapter_tensors import PART, adapter_config, aligned
 from routeguard.checkpoint.compare import chunk_pairs, num_unequal
 from routeguard.checkpoint.in_place import refuse_interrupted
 from routeguard.checkpoint.job import Job, facts_of
@@ -23,6 +23,7 @@ from routeguard.checkpoint.row_plan import Progress, no_progress
 from routeguard.checkpoint.same_meaning import compare_meaning
 from routeguard.checkpoint.start import Start, open_start, read_routes, refuse_adapters, refuse_quantised
 from routeguard.checkpoint.target import free_place, refuse_base
+from routeguard.protect.adapter_inits import ZERO_B_INITS
 from routeguard.protect.modes import checked_alpha
 from routeguard.restoration.average_report import AverageReport, without_start
 from routeguard.storage.floats import Floats, to_bytes, to_bytes_at_random, to_floats
@@ -183,7 +184,7 @@ def _plan_adapter(tuned: Path, start: Start, alpha: float, insist: bool) -> tupl
     if str(config.get("peft_type")) != "LORA" or config.get("use_dora"):
         kind = "DoRA" if config.get("use_dora") else config.get("peft_type")
         raise ValueError(f"a {kind} adapter is not linear in one of its tensors: {merge}")
-    if config.get("init_lora_weights", True) not in ZERO_B:
+    if config.get("init_lora_weights", True) not in ZERO_B_INITS:
         raise ValueError(f"init_lora_weights={config.get('init_lora_weights')!r} did not start at zero: {merge}")
     stored = aligned(stored_tensors([adapter_file(tuned)]), start.routes)
     pieces, unknown = [], []

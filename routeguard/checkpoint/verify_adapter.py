@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from routeguard.checkpoint.adapter_tensors import PART, ZERO_B, adapter_config, adapter_tensors, chosen_routes, spelled
+from routeguard.checkpoint.adapter_tensors import PART, adapter_config, adapter_tensors, chosen_routes, spelled
 from routeguard.checkpoint.compare import num_nonzero
 from routeguard.checkpoint.start import Start
 from routeguard.checkpoint.verify import TensorCheck, check_slice
+from routeguard.protect.adapter_inits import ZERO_B_INITS
 from routeguard.routes.collection import Role, Route
 from routeguard.storage.header import StoredTensor
 from routeguard.storage.row_bytes import Slice, locate_rows
@@ -79,7 +80,7 @@ def _check_route(
         ]
     initial = {spelled(name): name for name in start.tensors if name.startswith(f"{module}.") and name not in plain}
     for name, tensor in parts.items():
-        checks += _check_part(route, name, tensor, parts, initial, start, config)
+        checks += _check_part(route, name, tensor, initial, start, config)
     return checks
 
 
@@ -87,7 +88,6 @@ def _check_part(
     route: Route,
     name: str,
     tensor: StoredTensor,
-    parts: dict[str, StoredTensor],
     initial: dict[str, str],
     start: Start,
     config: dict[str, object],
@@ -117,7 +117,7 @@ def _check_part(
                 route, tensor, "DoRA's magnitude is compared only with what the guard kept (reference.safetensors)"
             )
         ]
-    if config.get("init_lora_weights", True) not in ZERO_B:
+    if config.get("init_lora_weights", True) not in ZERO_B_INITS:
         init = config.get("init_lora_weights")
         reason = f"init_lora_weights={init!r} did not start at zero: compare with what the guard kept"
         return [_changed(route, tensor, reason)]

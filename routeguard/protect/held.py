@@ -6,12 +6,14 @@ adapter on it: LoRA's A and B (rows of a route are rows of B), DoRA's magnitude,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
 
+from routeguard.protect.adapter_inits import ZERO_B_INITS as ZERO_B_INITS
 from routeguard.protect.rows import take_rows
 from routeguard.routes.collection import Route, Routes, Rows, merge_rows
 from routeguard.routes.in_memory import is_quantised
@@ -20,8 +22,9 @@ from routeguard.sharding.whole import whole_tensor
 
 Part = Literal["base", "lora_A", "lora_B", "magnitude", "adapter"]
 
-# Initialisations after which B is zero, so that a fresh adapter changes nothing.
-ZERO_B_INITS = (True, "gaussian", "eva")
+_BASE_LAYER = ".base_layer."  # between the name of a PEFT layer and what it wraps
+_PARTS: dict[str, Part] = {"lora_A": "lora_A", "lora_B": "lora_B", "lora_magnitude_vector": "magnitude"}
+_FACTOR = re.compile(r"\.(?:lora_A|lora_B|lora_magnitude_vector)\.(?P<adapter>[^.]+)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,11 +114,11 @@ def held_parameters(model: nn.Module, routes: Routes) -> list[Held]:
         name = without_late_wrappers(routed)
         parameter = parameters[name]
         rows = routes.rows_of(routed)
-        owner, layer = _adapter_owner(model, names[name])
+        layer = peft_layer(model, names[name])
         if layer is None or parameter.requires_grad:
             held.append(Held(name, parameter, rows, members[0].dim, "base", members))
         if layer is not None:
-            held += _adapter_parameters(without_late_wrappers(owner), layer, rows, members, parameters)
+            held += _adapter_parameters(name.partition(_BASE_LAYER)[0], layer, rows, members, parameters)
     return held
 
 
@@ -123,7 +126,7 @@ def lora_pairs(model: nn.Module, routes: Routes) -> list[LoraPair]:
     """The LoRA factors on routed weights, for measuring and pulling ΔW without forming it."""
     pairs = []
     for name, members in _by_parameter(routes).items():
-        _, layer = _adapter_owner(model, name)
+        layer = peft_layer(model, name)
         if layer is None or not hasattr(layer, "lora_A") or not name.endswith("weight"):
             continue
         for adapter in layer.lora_A:
@@ -161,8 +164,10 @@ def trained_adapters(held: Sequence[Held]) -> list[str]:
 
 
 def adapter_of(name: str) -> str:
-    """The adapter's name inside that of one of its factors: "….lora_B.default.weight" → "default"."""
-    return name.split(".lora_B.")[1].split(".")[0]
+    """The adapter's name inside that of one of its LoRA or DoRA tensors: "….lora_B.default.weight" → "default"."""
+    match = _FACTOR.search(name)
+    assert match is not None
+    return match["adapter"]
 
 
 def starts_at_zero(model: nn.Module, adapter: str) -> bool:
@@ -193,13 +198,10 @@ def _by_parameter(routes: Routes) -> dict[str, tuple[Route, ...]]:
     return {name: tuple(group) for name, group in members.items()}
 
 
-def _adapter_owner(model: nn.Module, name: str) -> tuple[str, Any]:
-    """The PEFT layer around a base parameter: (its name, the layer), or ("", None)."""
-    marker = ".base_layer."
-    if marker not in name:
-        return "", None
-    owner = name[: name.index(marker)]
-    return owner, model.get_submodule(owner)
+def peft_layer(model: nn.Module, parameter: str) -> Any:
+    """The PEFT layer around a base parameter, or None."""
+    owner, marker, _ = parameter.partition(_BASE_LAYER)
+    return model.get_submodule(owner) if marker else None
 
 
 def _adapter_parameters(
@@ -208,27 +210,16 @@ def _adapter_parameters(
     held = []
     weight_routes = members[0].kind != "bias"
     for local, _ in layer.named_parameters():
-        if ".base_layer." in f".{local}":
+        if _BASE_LAYER in f".{local}":
             continue
         parameter = parameters.get(f"{owner}.{local}")
         if parameter is None or not weight_routes:
             continue  # a bias of the base layer has no adapter of its own
-        part, dim = _part(local, layer)
+        part = _PARTS.get(local.split(".")[0], "adapter")
         if part == "adapter" and rows is not None:
             raise ValueError(
                 f"{owner} holds routing rows {merge_rows(rows)[:2]} beside other rows, and its adapter "
                 f"({local.split('.')[0]}) mixes rows; use LoRA there, or leave this module without an adapter"
             )
-        held.append(Held(f"{owner}.{local}", parameter, None if part == "lora_A" else rows, dim, part, members))
+        held.append(Held(f"{owner}.{local}", parameter, None if part == "lora_A" else rows, 0, part, members))
     return held
-
-
-def _part(local: str, layer: nn.Module) -> tuple[Part, int]:
-    head = local.split(".")[0]
-    if head == "lora_A":
-        return "lora_A", 0
-    if head == "lora_B":
-        return "lora_B", 0
-    if head == "lora_magnitude_vector":
-        return "magnitude", 0
-    return "adapter", 0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from routeguard.protect.adapter_inits import ZERO_B_INITS
 from routeguard.protect.lora_coverage import FUSED, Fused, LoraCoverage, check_lora_coverage
 from routeguard.protect.lora_modules import KINDS, LinearModule, is_adapter, linear_modules
 from routeguard.protect.lora_report import coverage_lines, left_out_lines, quiet_routes, summarise, target_notes
@@ -26,7 +27,6 @@ __all__ = ["ALL_BUT_ROUTING", "LoraCoverage", "LoraTargets", "check_lora_coverag
 ALL_BUT_ROUTING = "all-linear but routing"
 
 _DECIDED_HERE = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "layer_replication")
-_ZERO_INIT = (True, "gaussian", "eva")  # lora_B starts at zero
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def lora_config(
     _refuse_moving_routes(held, lora_kwargs)
     init = lora_kwargs.get("init_lora_weights", True)
     halves = [m for m in chosen.modules if m.num_routing_rows]
-    if halves and init not in _ZERO_INIT:
+    if halves and init not in ZERO_B_INITS:
         raise ValueError(
             f"init_lora_weights={init!r} starts with a non-zero adapter, which moves the query or key rows of "
             f"{summarise((m.inner, m.layer) for m in halves)} from the first step; use the default "

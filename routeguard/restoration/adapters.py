@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from routeguard.protect.held import Held, starts_at_zero
+from routeguard.protect.held import Held, adapter_of, peft_layer, starts_at_zero
 from routeguard.protect.modes import Interpolate, QKPro, Restoration
 from routeguard.protect.rows import take_rows
 from routeguard.restoration.methods import spread
@@ -18,8 +16,6 @@ from routeguard.restoration.reference import Reference
 from routeguard.routes.collection import Route
 from routeguard.routes.in_memory import is_quantised
 from routeguard.routes.names import canonical_name
-
-_LORA_NAME = re.compile(r"\.(?:lora_A|lora_B|lora_magnitude_vector)\.(?P<adapter>[^.]+)")
 
 
 def adapted_modules(held: Sequence[Held]) -> dict[str, list[Held]]:
@@ -41,12 +37,6 @@ def refuse_merged(model: nn.Module, routes: Sequence[Route]) -> None:
             f"adapters are merged into {len(merged)} routed weights (first: {merged[0]}); call unmerge_adapter() "
             "before restoring, or merge_and_unload() and restore the plain model from the base checkpoint"
         )
-
-
-def peft_layer(model: nn.Module, parameter: str) -> Any:
-    """The PEFT layer around a base parameter, or None."""
-    owner, marker, _ = parameter.partition(".base_layer.")
-    return model.get_submodule(owner) if marker else None
 
 
 def restored_adapter(
@@ -123,7 +113,7 @@ def _refuse_unknown_start(model: nn.Module, group: Sequence[Held], where: str, r
     other = [piece.name for piece in group if piece.part == "adapter"]
     if other:
         raise ValueError(f"the start of {other[0]} is not known from the base weights ({reference.origin}); {remedy}")
-    adapters = dict.fromkeys(_adapter_of(piece) for piece in group)
+    adapters = dict.fromkeys(adapter_of(piece.name) for piece in group)
     unknown = [adapter for adapter in adapters if not starts_at_zero(model, adapter)]
     if unknown:
         raise ValueError(
@@ -165,7 +155,7 @@ def _initial_magnitude(model: nn.Module, piece: Held) -> Tensor:
 
     layer = peft_layer(model, piece.routes[0].parameter)
     weight = dequantize_module_weight(layer.get_base_layer()).detach()
-    magnitude = layer.lora_magnitude_vector[_adapter_of(piece)]
+    magnitude = layer.lora_magnitude_vector[adapter_of(piece.name)]
     zero = torch.zeros((), dtype=weight.dtype, device=weight.device)  # in the base's dtype, as PEFT does at the start
     norm: Tensor = magnitude.get_weight_norm(weight, zero, 1.0)
     return norm.detach().reshape(piece.parameter.shape).to(piece.parameter.dtype)
@@ -182,7 +172,7 @@ def _put_back(group: Sequence[Held], known: dict[str, Tensor], where: str) -> di
             b0 = next(
                 s
                 for p in group
-                if p.part == "lora_B" and _adapter_of(p) == _adapter_of(piece)
+                if p.part == "lora_B" and adapter_of(p.name) == adapter_of(piece.name)
                 for s in [starts[p.name]]
             )
             if b0.any() and not torch.equal(a0, piece.parameter.detach().cpu()):
@@ -216,9 +206,3 @@ def _interpolated(group: Sequence[Held], known: dict[str, Tensor], alpha: float,
 
 def _like(values: Tensor, piece: Held) -> Tensor:
     return values.to(piece.parameter.dtype).cpu()
-
-
-def _adapter_of(piece: Held) -> str:
-    match = _LORA_NAME.search(piece.name)
-    assert match is not None
-    return match["adapter"]
