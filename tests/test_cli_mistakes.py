@@ -50,7 +50,7 @@ MISTAKES = [
     (f"{GOOD['recall']} --samples 0", "0 is not in the range"),
     (f"{GOOD['recall']} --lengths -128", "--lengths '-128' is not a list of lengths"),
     (f"{GOOD['recall']} --lengths 128,,", "is not a list of lengths"),
-    (f"{GOOD['recall']} --lengths 99999", "99999 is beyond the 4096 positions"),
+    (f"{GOOD['recall']} --lengths 99999", "99999 tokens are beyond the 4096 positions"),
     (f"{GOOD['recall']} --lengths 8", "too short for demo_needles"),
     (f"{GOOD['recall']} --tasks ''", "no recall task ''"),
     (f"{GOOD['recall']} --tasks demo_needle", "nearest 'demo_needles'"),

@@ -17,7 +17,7 @@ from tests.standins import hypenet
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lengths": (5000,)}, "length 5000 is beyond the 4096 positions"),
+        ({"lengths": (5000,)}, "5000 tokens are beyond the 4096 positions"),
         ({"lengths": (20,)}, "length 20 is too short for demo_needles"),
         ({"lengths": ()}, "give lengths"),
         ({"lengths": 4096}, r"lengths=4096: give a sequence .*lengths=\(4096,\)"),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from routeguard.diagnostics.running import run_tokens
+from routeguard.recall.model_config import without_adapters
 
 _PROBED_TOKENS = 16
 _OTHER_NAMES = ("language_model", "text_model", "backbone_model")
@@ -43,9 +44,7 @@ def find_decoder(model: nn.Module, input_ids: Tensor) -> nn.Module:
 
 def _candidates(model: nn.Module) -> list[nn.Module]:
     """Modules that may be the decoder, the likeliest first; looks through adapters, and two levels deep."""
-    get_base_model = getattr(model, "get_base_model", None)
-    inner = get_base_model() if callable(get_base_model) else model
-    near = _children(inner)
+    near = _children(without_adapters(model))
     found = [*near, *(deeper for module in near for deeper in _children(module))]
     return list({id(module): module for module in found}.values())
 

@@ -18,10 +18,10 @@ from routeguard.diagnostics.running import (
     chosen_attention,
     over_tokens,
     quiet,
-    refuse_beyond_positions,
     require_seen,
     run_tokens,
 )
+from routeguard.recall.model_config import refuse_beyond_positions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

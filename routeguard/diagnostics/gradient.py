@@ -23,10 +23,10 @@ from routeguard.diagnostics.running import (
     chosen_attention,
     over_tokens,
     quiet,
-    refuse_beyond_positions,
     require_seen,
 )
 from routeguard.diagnostics.sample_layouts import IGNORED
+from routeguard.recall.model_config import refuse_beyond_positions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

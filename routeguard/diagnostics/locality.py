@@ -11,8 +11,8 @@ from routeguard.diagnostics.autocorrelation import Normalisation, TokenAutocorre
 from routeguard.diagnostics.decay_fit import DecayFit
 from routeguard.diagnostics.gradient import gradient_locality
 from routeguard.diagnostics.reach import Reach, curve_fit, fit_weakness, listed, reach
-from routeguard.diagnostics.running import refuse_beyond_positions
 from routeguard.diagnostics.sample_layouts import IGNORED
+from routeguard.recall.model_config import refuse_beyond_positions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from routeguard.diagnostics.attention_call import AttentionCall
-from routeguard.recall.logits import max_positions
 from routeguard.recall.quiet import undisturbed
 from routeguard.routes._sandbox import config_of
 from routeguard.routes.collection import ROUTING_ROLES, AttentionLayer
@@ -25,16 +24,6 @@ def quiet(model: nn.Module) -> Iterator[None]:
     gradients = torch.is_grad_enabled()
     with undisturbed(model), torch.set_grad_enabled(gradients), torch.compiler.set_stance("force_eager"):
         yield
-
-
-def refuse_beyond_positions(model: nn.Module, num_tokens: int) -> None:
-    """Raise ValueError for more tokens than the model's configuration names positions."""
-    positions = max_positions(model)
-    if positions is not None and num_tokens > positions:
-        raise ValueError(
-            f"{num_tokens} tokens are beyond the {positions} positions that this model's configuration names; ask for "
-            f"at most {positions}, or insist (insist=True, --insist) if it can go further"
-        )
 
 
 def run_tokens(model: nn.Module, input_ids: Tensor, *, keep_logits: bool = False) -> Any:

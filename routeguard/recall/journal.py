@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from routeguard.recall.logits import model_config
+from routeguard.recall.model_config import model_config
 from routeguard.recall.sample import Sample
 from routeguard.recall.scores import SampleScore
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from routeguard.recall.model_config import model_config, without_adapters
+
 
 def last_logits(model: Any, input_ids: Tensor, keep: int, *, prefill_tokens: int | None = None) -> Tensor:
     """Logits of the last `keep` positions, `[rows, keep, vocabulary]` in float32; no others are ever computed.
@@ -33,28 +35,8 @@ def last_logits(model: Any, input_ids: Tensor, keep: int, *, prefill_tokens: int
     return _forward(model, input_ids[:, head:], keep, cache)
 
 
-def model_config(model: Any) -> Any:
-    """The model's own configuration, looking through adapters; None for a module without one."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return getattr(inner, "config", None)
-
-
-def max_positions(model: Any) -> int | None:
-    """The longest context that the configuration names, in tokens; None where it names none."""
-    config = model_config(model)
-    if config is None:
-        return None
-    get_text_config = getattr(config, "get_text_config", None)
-    text = get_text_config() if callable(get_text_config) else config
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
-        value = getattr(text, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return None
-
-
 def _forward(model: Any, input_ids: Tensor, keep: int, cache: Any = None) -> Tensor:
-    accepted = _parameters(model)
+    accepted = inspect.signature(type(without_adapters(model)).forward).parameters
     options: dict[str, Any] = {}
     if cache is not None:
         options |= {"cache" if "cache" in accepted else "past_key_values": cache, "use_cache": True}
@@ -69,15 +51,10 @@ def _forward(model: Any, input_ids: Tensor, keep: int, cache: Any = None) -> Ten
     return logits[:, -keep:].float()
 
 
-def _parameters(model: Any) -> set[str]:
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return set(inspect.signature(type(inner).forward).parameters)
-
-
 @contextmanager
 def _narrowed_head(model: Any, keep: int) -> Iterator[None]:
     """For models without `logits_to_keep`: the output layer is handed the last positions only."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = without_adapters(model)
     get = getattr(inner, "get_output_embeddings", None)
     head = (get() if callable(get) else None) or getattr(inner, "lm_head", None)
     if not isinstance(head, nn.Module):

@@ -15,7 +15,7 @@ from routeguard.recall.encoding import Encoder
 from routeguard.recall.haystack import Haystack
 from routeguard.recall.haystack_use import chosen_haystack, haystack_notes, haystack_origin
 from routeguard.recall.journal import Journal, fingerprint
-from routeguard.recall.logits import max_positions
+from routeguard.recall.model_config import refuse_beyond_positions
 from routeguard.recall.prefill_trial import takes_prompts_in_pieces
 from routeguard.recall.quiet import undisturbed
 from routeguard.recall.registry import DEFAULT_TASKS, find_tasks
@@ -140,7 +140,7 @@ def measure_recall(
     plan = Plan(asked, check_lengths(lengths), tuple(depths), num_samples, text, seed, reserve_tokens)
     encoder = Encoder(tokenizer, chat=chat)
     if not insist:
-        _refuse_beyond_positions(model, plan)
+        refuse_beyond_positions(model, max(plan.lengths))
     settings = {**plan.to_dict(), "method": method, "chat": chat}
     journal = None if resume is None else Journal(Path(resume), {**settings, "fingerprint": fingerprint(model)})
     settings["model"] = _name(model)
@@ -178,7 +178,7 @@ def measure_recall(
                 clock.did(length, len(new))
     order = {task.name: i for i, task in enumerate(plan.tasks)}
     scores.sort(key=lambda s: (order[s.task], s.length_tokens, s.index))
-    return RecallResult(tuple(scores), settings, tuple(_notes(plan, tokenizer, method)))
+    return RecallResult(tuple(scores), settings, tuple(_notes(plan, method)))
 
 
 class _Clock:
@@ -206,16 +206,6 @@ class _Clock:
             self.progress(self.done, self.total, seconds)
 
 
-def _refuse_beyond_positions(model: Any, plan: Plan) -> None:
-    positions = max_positions(model)
-    longest = max(plan.lengths)
-    if positions is not None and longest > positions:
-        raise ValueError(
-            f"length {longest} is beyond the {positions} positions that this model's configuration names; ask for at "
-            f"most {positions}, or insist (insist=True, --insist) if it can go further"
-        )
-
-
 def _refuse_unreadable_pieces(model: Any, plan: Plan, encoder: Encoder, prefill_tokens: int) -> None:
     import torch
 
@@ -234,7 +224,7 @@ def _refuse_unreadable_pieces(model: Any, plan: Plan, encoder: Encoder, prefill_
             )
 
 
-def _notes(plan: Plan, tokenizer: Any, method: Method) -> Iterator[str]:
+def _notes(plan: Plan, method: Method) -> Iterator[str]:
     several = [t.name for t in plan.tasks if getattr(t, "num_values", 1) * getattr(t, "num_queries", 1) > 1]
     if method == "forced" and several:
         yield (

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from routeguard.recall.answering import answer_forced
 from routeguard.recall.encoding import Encoder
 from routeguard.recall.haystack_use import haystack_notes
-from routeguard.recall.logits import max_positions
 from routeguard.recall.measure import DEPTHS, Plan
+from routeguard.recall.model_config import max_positions
 from routeguard.recall.probe_budget import ProbeBudget, choose_questions, training_passes
 from routeguard.recall.probe_record import RECORD_FILE, recorded_settings
 from routeguard.recall.sample import Sample, ShortLengthError
