@@ -279,9 +279,9 @@ def test_another_dtype_is_converted_and_noted() -> None:
     routes = find_routes(model)
     report = restore(model, start)
     assert all(torch.equal(route_values(model, r), route_values(start, r).bfloat16()) for r in routes)
-    assert "4 tensors converted from the reference's float32 to bfloat16 (rounded)" in report.notes
+    assert "4 tensors converted from the start's float32 to bfloat16 (rounded)" in report.notes
     report = restore(model.float(), start.bfloat16())
-    assert "4 tensors converted from the reference's bfloat16 to float32 (exact)" in report.notes
+    assert "4 tensors converted from the start's bfloat16 to float32 (exact)" in report.notes
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -11,7 +11,7 @@ import numpy as np
 
 from routeguard.checkpoint.compare import chunk_pairs, elements_of_pairs, num_unequal
 from routeguard.checkpoint.row_plan import Progress, RowRestore, no_progress, prefetch
-from routeguard.restoration.report import LayerRestore
+from routeguard.restoration.report import LayerRestore, refuse_not_finite
 from routeguard.storage.floats import Floats, float_type, to_bytes, to_floats
 
 
@@ -43,12 +43,7 @@ def examine(rows: Sequence[RowRestore], progress: Progress = no_progress) -> lis
             findings.append(finding)
             if fault:
                 bad.append(f"{row.route.parameter} in {fault}")
-    if bad:
-        more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
-        raise ValueError(
-            f"NaN or infinite routing weights: {', '.join(bad[:4])}{more}; a run that diverged cannot be repaired by "
-            "its queries and keys, use an earlier checkpoint"
-        )
+    refuse_not_finite(bad)
     return findings
 
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import routeguard
 from routeguard.checkpoint.patch import Patch
-from routeguard.checkpoint.row_plan import Progress, RowRestore, by_place_notes, conversion_notes, plan_rows
+from routeguard.checkpoint.row_plan import Progress, RowRestore, by_place_notes, plan_rows
 from routeguard.checkpoint.same_meaning import compare_meaning
 from routeguard.checkpoint.start import open_start, read_routes, refuse_adapters, refuse_quantised
 from routeguard.protect.modes import Interpolate, QKPro, QKRestore, Restoration
-from routeguard.restoration.report import RestoreReport, describe_method
+from routeguard.restoration.report import RestoreReport, conversion_notes, describe_method
 from routeguard.routes.collection import Role, Routes
 from routeguard.routes.heads import Heads, select_heads
 from routeguard.storage.folder import checkpoint_config, is_adapter, stored_checkpoint
@@ -80,7 +80,12 @@ def open_job(base: Path, tuned: Path, choice: Choice, progress: Progress) -> Cal
 
         findings = examine(rows, progress)
         patches, written, method_notes = _patches(rows, findings, routes, choice.method, progress)
-        found = [*notes, *by_place_notes(rows), *conversion_notes(rows), *method_notes]
+        found = [
+            *notes,
+            *by_place_notes(rows),
+            *conversion_notes((row.start.tensor.dtype, row.tuned.tensor.dtype) for row in rows),
+            *method_notes,
+        ]
         if not any(finding.num_changed for finding in written):
             found.append("nothing had moved: every row already equals what was written")
         method = describe_method(choice.method, routes)

@@ -104,8 +104,6 @@ def restore_checkpoint(
         OSError: the disk is full, or may not be written. Nothing is left of OUT, and TUNED is as it was.
     """
     mode = as_restoration(method)
-    if mode is None:
-        raise ValueError("method=None restores nothing; choose 'qk', 'qk_pro' or 'interpolate'")
     tuned = Path(tuned)
     target = free_place(tuned, None if out is None else Path(out), in_place=in_place)
     base_folder = local_folder(str(base))

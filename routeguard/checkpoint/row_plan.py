@@ -87,22 +87,6 @@ def prefetch(rows: Iterable[RowRestore]) -> None:
     prefetch_rows(part for row in rows for part in (row.start, row.tuned))
 
 
-def conversion_notes(rows: Sequence[RowRestore]) -> list[str]:
-    """One line for each pair of dtypes that had to be converted."""
-    from routeguard.storage.floats import is_exact
-
-    pairs: dict[tuple[str, str], int] = {}
-    for row in rows:
-        pair = (row.start.tensor.dtype, row.tuned.tensor.dtype)
-        if pair[0] != pair[1]:
-            pairs[pair] = pairs.get(pair, 0) + 1
-    return [
-        f"{count} tensors converted from the start's {have} to {want} "
-        f"({'exact' if is_exact(have, want) else 'rounded'})"
-        for (have, want), count in pairs.items()
-    ]
-
-
 def by_place_notes(rows: Sequence[RowRestore]) -> list[str]:
     """Which tensors were matched by layer and role because their names differ."""
     renamed = [row for row in rows if canonical_name(row.start.tensor.name) != canonical_name(row.route.parameter)]

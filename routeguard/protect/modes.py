@@ -138,21 +138,23 @@ def as_protection(value: str | Protection) -> Protection:
     return result
 
 
-def as_restoration(value: str | Restoration | None) -> Restoration | None:
-    """A restoration from "qk", "qk_pro", "interpolate", an object, or None for no restore."""
-    if value is None or isinstance(value, (QKRestore, QKPro, Interpolate)):
+def as_restoration(value: str | Restoration) -> Restoration:
+    """A restoration from "qk", "qk_pro", "interpolate" or an object. Raises ValueError with the nearest name."""
+    if isinstance(value, (QKRestore, QKPro, Interpolate)):
         return value
+    if value is None:
+        raise ValueError("method=None restores nothing; choose 'qk', 'qk_pro' or 'interpolate'")
     if value == Average.name or isinstance(value, Average):
         raise ValueError(
             "averaging moves every weight, not only queries and keys: use routeguard.average(model, start, alpha), "
             "average_checkpoint, or `routeguard average`"
         )
-    result: Restoration = _named(value, _RESTORATIONS, "restore")
+    result: Restoration = _named(value, _RESTORATIONS, "method")
     return result
 
 
 def as_at_end(value: str | AtEnd | None) -> AtEnd | None:
-    """What a run does at its end: `as_restoration`, or "average" or `Average(alpha)`."""
+    """What a run does at its end: a restoration, "average" or `Average(alpha)`, or None for nothing."""
     if value is None or isinstance(value, (QKRestore, QKPro, Interpolate, Average)):
         return value
     result: AtEnd = _named(value, _AT_END, "restore")

@@ -17,7 +17,14 @@ from routeguard.restoration.lookup import open_reference
 from routeguard.restoration.meaning import check_same_meaning, meaning_of
 from routeguard.restoration.methods import interpolated, qk_pro_values, refuse_other_roles
 from routeguard.restoration.reference import Reference, refuse_unreadable
-from routeguard.restoration.report import WORTH_A_NOTE, LayerRestore, RestoreReport, describe_method
+from routeguard.restoration.report import (
+    WORTH_A_NOTE,
+    LayerRestore,
+    RestoreReport,
+    conversion_notes,
+    describe_method,
+    refuse_not_finite,
+)
 from routeguard.restoration.sources import ReferenceSource
 from routeguard.routes.collection import ROUTING_ROLES, Role, Route, Routes
 from routeguard.routes.find import find_routes
@@ -121,8 +128,6 @@ def _plan(
 ) -> tuple[list[_Change], RestoreReport]:
     """Everything `restore` is about to write, and what it will say; changes nothing."""
     mode = as_restoration(method)
-    if mode is None:
-        raise ValueError("method=None restores nothing; choose 'qk', 'qk_pro' or 'interpolate'")
     if routes is None:
         routes = find_routes(model, roles=roles, layers=layers, heads=heads, norms=norms)
     if isinstance(mode, QKPro):
@@ -143,7 +148,7 @@ def _plan(
     _refuse_not_finite(movable, reference)
     values, method_notes = _new_values(model, movable, routes, reference, mode)
     changes = [_Change(piece, values[piece.name]) for piece in movable if piece.name in values]
-    notes += [*_conversion_notes(movable, reference), *method_notes]
+    notes += [*conversion_notes(_dtypes(movable, reference)), *method_notes]
     per_layer = _per_layer(model, routes, changes, movable, reference)
     if changes and not any(layer.changed_bytes for layer in per_layer):
         notes.append("nothing had moved: every row already equals what was written")
@@ -162,12 +167,7 @@ def _refuse_split(piece: Held) -> None:
 def _refuse_not_finite(held: Sequence[Held], reference: Reference) -> None:
     bad = [f"{p.name} in the model" for p in held if not _finite(take_rows(p.parameter.detach(), p.rows, p.dim))]
     bad += [f"{name} in the reference" for name, values in reference.tensors.items() if not _finite(values)]
-    if bad:
-        more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
-        raise ValueError(
-            f"NaN or infinite routing weights: {', '.join(bad[:4])}{more}; "
-            "a run that diverged cannot be repaired by its queries and keys, use an earlier checkpoint"
-        )
+    refuse_not_finite(bad)
 
 
 def _finite(values: Tensor) -> bool:
@@ -201,18 +201,10 @@ def _new_values(
     return values, ()
 
 
-def _conversion_notes(held: Sequence[Held], reference: Reference) -> list[str]:
-    pairs: dict[tuple[torch.dtype, torch.dtype], int] = {}
-    for piece in held:
-        start = reference.tensors.get(piece.canonical)
-        if start is not None and start.dtype != piece.parameter.dtype:
-            pair = (start.dtype, piece.parameter.dtype)
-            pairs[pair] = pairs.get(pair, 0) + 1
-    return [
-        f"{count} tensors converted from the reference's {have} to {want} ".replace("torch.", "")
-        + f"({'exact' if torch.promote_types(have, want) == want else 'rounded'})"
-        for (have, want), count in pairs.items()
-    ]
+def _dtypes(held: Sequence[Held], reference: Reference) -> list[tuple[str, str]]:
+    """The dtypes of each start and of what it is written to."""
+    starts = [(reference.tensors[p.canonical], p.parameter) for p in held if p.canonical in reference.tensors]
+    return [(str(a.dtype).removeprefix("torch."), str(b.dtype).removeprefix("torch.")) for a, b in starts]
 
 
 def _per_layer(

@@ -1,8 +1,9 @@
-"""What a restore did, layer by layer."""
+"""What a restore did, layer by layer, in the words that a restore in memory and one on disk share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -81,3 +82,25 @@ def describe_method(mode: Restoration, routes: Iterable[Route]) -> str:
         return f"QK-Pro (ridge {mode.ridge:g})"
     name = f"interpolation (alpha {mode.alpha:g})" if isinstance(mode, Interpolate) else "QK-Restore"
     return name + which
+
+
+def conversion_notes(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """One line for each two dtypes (of the start, of what it is written to) that differ, with how many tensors."""
+    from routeguard.storage.floats import is_exact
+
+    counts = Counter(pair for pair in pairs if pair[0] != pair[1])
+    return [
+        f"{count} tensors converted from the start's {have} to {want} "
+        f"({'exact' if is_exact(have, want) else 'rounded'})"
+        for (have, want), count in counts.items()
+    ]
+
+
+def refuse_not_finite(bad: Sequence[str]) -> None:
+    """Raise ValueError where routing rows hold NaN or infinities; `bad` says in words which."""
+    if bad:
+        more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
+        raise ValueError(
+            f"NaN or infinite routing weights: {', '.join(bad[:4])}{more}; a run that diverged cannot be repaired by "
+            "its queries and keys, use an earlier checkpoint"
+        )
