@@ -151,7 +151,8 @@ ARCHITECTURES = {
             _qwen3,
             pretrain_steps=2400,
             pretrain_rate=1.5e-3,
-            fine_tune_rate=5e-4,
+            fine_tune_steps=400,
+            fine_tune_rate=7e-4,
             lengths=(128, 256),  # beyond what it was pretrained on it never recalled
         ),
     )
