@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -49,9 +50,9 @@ def test_resume_is_bit_identical(mode: str, case: str, tmp_path: Path) -> None:
 
 def test_without_the_guard_the_resumed_rows_move(tmp_path: Path) -> None:
     model = tiny()
-    before = routed_values(model, find_routes(model))
+    before = routed_values(model)
     again = interrupted(model, tmp_path, None, None)
-    assert_moved(before, routed_values(again.model, find_routes(again.model)))
+    assert_moved(before, routed_values(again.model))
 
 
 @pytest.mark.parametrize(
@@ -235,3 +236,33 @@ def test_a_weights_only_checkpoint_counts_as_resumed(tmp_path: Path) -> None:
         insist=False,
     )
     assert start.digest == read_state(tmp_path).reference_digest
+
+
+def test_what_a_run_held_and_ran_with_is_kept_and_read_back(tmp_path: Path) -> None:
+    guard = RouteGuard()
+    trainer = run(tiny("qwen3_next"), tmp_path, guard, **SAVING)
+    routes = find_routes(trainer.model)
+    state = read_state(tmp_path)
+    assert state is not None and state == read_state(tmp_path / "checkpoint-4") and state.coverage is not None
+    held = {name: (rows, of) for layer in state.coverage.layers for name, rows, of in layer.tensors}
+    assert held == {r.parameter: (r.num_rows, r.shape[0]) for r in routes}
+    assert state.coverage.num_parameters == routes.num_parameters and state.coverage.share == routes.share
+    assert state.versions["torch"] == metadata.version("torch")
+    assert state.versions.keys() >= {"python", "routeguard", "transformers", "trl", "peft", "accelerate"}
+
+
+def test_a_file_of_an_earlier_version_is_read_and_resumed_from(tmp_path: Path) -> None:
+    run(tiny(), tmp_path, RouteGuard("track"), **SAVING)
+    for path in tmp_path.rglob("routeguard.json"):
+        data = json.loads(path.read_text())
+        del data["coverage"], data["versions"]
+        path.write_text(json.dumps(data))
+    state = read_state(tmp_path)
+    assert state is not None and state.coverage is None and state.versions == {}
+    run(tiny(), tmp_path, RouteGuard("track"), resume=str(tmp_path / "checkpoint-2"), **SAVING)
+    assert read_state(tmp_path).coverage is not None
+    for broken in ({"layers": [{}]}, {"layers": []}, 3):
+        path = tmp_path / "routeguard" / "routeguard.json"
+        path.write_text(json.dumps({**data, "coverage": broken}))
+        with pytest.raises(ValueError, match="is damaged"):
+            read_state(tmp_path / "routeguard")

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import transformers
 from click.testing import CliRunner
 
-from routeguard import QKRestore, RecallProbe, RouteGuard, Track, find_routes, read_recall
+from routeguard import QKRestore, RecallProbe, RouteGuard, Track, __version__, find_routes, read_recall
 from routeguard.cli.main import app
 from routeguard.demo.model import load_model, load_tokenizer
 from routeguard.drift.record import read_record
@@ -97,6 +100,13 @@ def frozen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def forget(folder: Path, *fields: str) -> None:
+    """Make a guard's file one of an earlier version, which did not have these fields."""
+    for path in folder.rglob("routeguard.json"):
+        data = json.loads(path.read_text())
+        path.write_text(json.dumps({name: value for name, value in data.items() if name not in fields}))
+
+
 def test_what_is_collected_is_what_the_run_left(tracked: Path) -> None:
     found = collect_run(tracked)
     routes = find_routes(load_model())
@@ -115,11 +125,16 @@ def test_what_is_collected_is_what_the_run_left(tracked: Path) -> None:
     assert found.warnings == ()
     recorded = {entry.name: entry.value for entry in found.environment}
     assert recorded["transformers"] == transformers.__version__ and recorded["model type"] == "lfm2"
-    assert recorded["torch"] is None  # no file of this run says it
+    assert recorded["torch"] == metadata.version("torch") and recorded["python"] == platform.python_version()
+    assert recorded["routeguard"] == __version__
+    assert recorded["tokenizers"] is None  # no file of this run says it
 
 
 def test_without_a_checkpoint_the_kept_start_tells_what_was_held(tracked: Path) -> None:
+    told = collect_run(tracked).coverage
+    forget(tracked, "coverage", "versions")
     whole = collect_run(tracked).coverage
+    assert told is not None and replace(told, source="checkpoint-4 (checkpoint)") == whole
     for checkpoint in tracked.glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
     found = collect_run(tracked)
@@ -147,10 +162,33 @@ def test_a_run_with_an_adapter(tmp_path: Path) -> None:
     assert [name for layer in found.coverage.layers for name, *_ in layer.tensors] == list(names)
     assert found.coverage.num_adapter_tensors == 4  # A and B of the queries of two layers
     assert {entry.name for entry in found.environment if entry.value} >= {"peft"}
+    forget(tmp_path, "coverage", "versions")
+    earlier = collect_run(tmp_path)  # from the kept start
+    assert earlier.coverage is not None and earlier.coverage.num_adapter_tensors == 4
+    assert earlier.coverage.layers == found.coverage.layers
 
 
-def test_what_a_frozen_run_did_not_record_is_not_made_up(frozen: Path) -> None:
-    found = collect_run(frozen)
+def test_a_frozen_run_with_an_adapter_tells_what_it_held(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny("qwen3_5_text")  # its queries lie beside a gate, so LoRA's A is not held
+    share = find_routes(model).share
+    run(get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])), tmp_path, RouteGuard())
+    found = collect_run(tmp_path)
+    held = found.coverage
+    assert held is not None and held.source == "routeguard.json" and held.num_adapter_tensors == len(held.layers)
+    assert held.share == pytest.approx(share) and held.model_type == "qwen3_5_text"
+    page = Page(render_page(found)).text
+    assert "Tensors, from routeguard.json" in page and f"{held.num_rows:,} rows" in page
+    forget(tmp_path, "coverage")
+    assert collect_run(tmp_path).coverage is None  # nothing else in the folder tells
+
+
+def test_what_a_frozen_run_did_not_record_is_not_made_up(frozen: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(frozen, tmp_path / "frozen"))
+    forget(copy, "coverage", "versions")
+    found = collect_run(copy)
+    assert not any(entry.value for entry in found.environment)
     assert found.coverage is None and found.probed == {} and found.restore is None and found.warnings == ()
     page = Page(render_page(found)).text
     assert "0 in every layer at each of the 4 recorded steps" in page and "not recorded" in page
@@ -215,7 +253,7 @@ def test_what_does_not_fit_together_is_warned_about(tracked: Path, frozen: Path,
     (copy / "routeguard/restore.json").write_text(json.dumps(restore))
     shutil.copy(kept / "reference.safetensors", copy / "routeguard")
     leftover = collect_run(copy)
-    assert leftover.restore is None and leftover.coverage is None
+    assert leftover.restore is None and leftover.coverage == collect_run(frozen).coverage
     assert [text.split()[0] for text in leftover.warnings if "left over from an earlier run" in text] == [
         "reference.safetensors",
         "restore.json",

@@ -81,7 +81,7 @@ def collect_run(
         verdicts=_verdicts(given, reasoning),
         reasoning=reasoning,
         training=training,
-        environment=find_environment(order, given.get("before")),
+        environment=find_environment(state, order, given.get("before")),
         warnings=(*problems.found, *find_warnings(kept, state, drift, restore, probe.probed, probe.failures)),
         notes=_notes(facts, restore, probe.probed, given),
         absent=_absent(state, coverage, drift, restore, probe.probed, given, reasoning, training),
@@ -127,9 +127,9 @@ def _absent(
 ) -> tuple[str, ...]:
     parts = (
         (state, f"Settings of the guard: no {STATE_FILE}."),
-        (coverage, "Tensors, rows and parameters: a frozen run keeps no copy of its start, and no whole checkpoint is "
-                   "in the folder."),
-        (coverage is None or coverage.share is not None, "Share of the model: no whole checkpoint is in the folder."),
+        (coverage, f"Tensors, rows and parameters: no {STATE_FILE} with them, no whole checkpoint, no kept start."),
+        (coverage is None or coverage.share is not None,
+         f"Share of the model: no {STATE_FILE} with it, and no whole checkpoint in the folder."),
         (drift, f"Drift: no {DRIFT_FILE}, or no step in it."),
         (restore is not None or state is None or state.restore is None, f"Restore at the end: no {RESTORE_FILE}."),
         (probed, f"Recall during the run: no {RECORD_FILE} with a measurement (RouteGuard(probe=RecallProbe()))."),

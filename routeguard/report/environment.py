@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from routeguard.recall.result import RecallResult
+from routeguard.training.run_state import PACKAGES as KEPT_PACKAGES
+from routeguard.training.run_state import STATE_FILE, RunState
 
-PACKAGES = ("routeguard", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers")
+PACKAGES = ("python", "routeguard", *KEPT_PACKAGES, "datasets", "tokenizers")
 _SPELLINGS = {"pytorch": "torch"}
 _CARD_LINE = re.compile(r"^[-*]\s*([A-Za-z]+):?\s+v?(\d\S*)\s*$", re.MULTILINE)
 
@@ -25,10 +27,13 @@ class Recorded:
     source: str | None = None
 
 
-def find_environment(folders: Iterable[Path], before: RecallResult | None) -> tuple[Recorded, ...]:
+def find_environment(
+    state: RunState | None, folders: Iterable[Path], before: RecallResult | None
+) -> tuple[Recorded, ...]:
     """What a run recorded about the model and the packages it used.
 
     Args:
+        state: what the guard wrote: the versions that it ran with, which other files may add to.
         folders: the run's folder and its checkpoints, best first; their `config.json`, `adapter_config.json` and model
             card (the list of framework versions that TRL writes) are read.
         before: recall measured before the training, which names the model.
@@ -39,6 +44,8 @@ def find_environment(folders: Iterable[Path], before: RecallResult | None) -> tu
         if value not in (None, "") and name not in found:
             found[name] = Recorded(name, str(value), source)
 
+    for name, version in ({} if state is None else state.versions).items():
+        note(name, version, STATE_FILE)
     for folder in folders:
         config, adapter = _object(folder / "config.json"), _object(folder / "adapter_config.json")
         where = folder.name

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from routeguard.recall.gate import GateReport
 from routeguard.recall.probe_failures import Failures
 from routeguard.recall.result import RecallResult
-from routeguard.report.coverage import Coverage
 from routeguard.report.environment import Recorded
 from routeguard.restoration.average_report import AverageReport
 from routeguard.restoration.report import RestoreReport
+from routeguard.training.coverage import Coverage
 from routeguard.training.run_state import RunState
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from routeguard.recall.result import Cell, RecallResult
-from routeguard.report.coverage import Coverage
 from routeguard.report.run import RunReport
 from routeguard.restoration.average_report import AverageReport
 from routeguard.routes.describe import format_bytes
+from routeguard.training.coverage import Coverage
 
 T = TypeVar("T")
 

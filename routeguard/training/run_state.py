@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import platform
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from routeguard import __version__
 from routeguard.protect.modes import AtEnd, Protection
 from routeguard.storage.durable import write_json
+from routeguard.training.coverage import Coverage
 
 SCHEMA_VERSION = 1
 FOLDER = "routeguard"  # inside the Trainer's output folder
@@ -16,6 +20,7 @@ STATE_FILE = "routeguard.json"
 REFERENCE_FILE = "reference.safetensors"
 WHOLE_START_FILE = "start.safetensors"  # every weight, kept where the run averages at its end
 DRIFT_FILE = "drift.jsonl"
+PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")  # whose versions are kept
 RESTORE_FILE = "restore.json"  # what was put back, or averaged, at the end
 
 
@@ -29,6 +34,8 @@ class RunState:
         reference_digest: sha256 of the protected start values.
         reference_origin: where they came from, in words.
         stage: 1 for the first guarded training of these weights, 2 for one that starts from a guarded run, ...
+        coverage: the tensors that are held; None in a file of an earlier version.
+        versions: of Python, routeguard and the packages it trains with, by name; empty in a file of an earlier version.
     """
 
     protect: dict[str, Any]
@@ -39,6 +46,8 @@ class RunState:
     reference_digest: str
     reference_origin: str
     stage: int = 1
+    coverage: Coverage | None = None
+    versions: dict[str, str] = field(default_factory=dict)
     schema_version: int = field(default=SCHEMA_VERSION)
 
     def differences(self, other: RunState) -> list[str]:
@@ -54,6 +63,17 @@ class RunState:
 def settings(mode: Protection | AtEnd | None) -> dict[str, Any] | None:
     """A mode as plain data."""
     return None if mode is None else {"mode": mode.name, **asdict(mode)}
+
+
+def versions_here() -> dict[str, str]:
+    """Versions of Python, routeguard and `PACKAGES` (those that are installed), by name; none of them is imported."""
+    found = {"python": platform.python_version(), "routeguard": __version__}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def write_state(folder: Path, state: RunState) -> None:
@@ -76,7 +96,10 @@ def read_state(folder: Path) -> RunState | None:
             raise ValueError(
                 f"{path} has schema version {data.get('schema_version')}, this version reads {SCHEMA_VERSION}"
             )
-        return RunState(**{**data, "layers": tuple(data["layers"]), "roles": tuple(data["roles"])})
+        found = data.get("coverage")
+        coverage = None if found is None else Coverage.from_dict(found)
+        lists = {"layers": tuple(data["layers"]), "roles": tuple(data["roles"])}
+        return RunState(**{**data, **lists, "coverage": coverage})
     except (json.JSONDecodeError, TypeError, KeyError) as error:
         raise ValueError(
             f"{path} is damaged ({error}); delete it only if the run shall be treated as unguarded"

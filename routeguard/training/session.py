@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +24,13 @@ from routeguard.restoration.reference import save_reference
 from routeguard.sharding.processes import sum_over_processes
 from routeguard.sharding.split import shards_of
 from routeguard.sharding.zero import is_partitioned, pulls_of
+from routeguard.training.coverage import coverage_of
 from routeguard.training.engines import refuse_unread_masters
 from routeguard.training.four_bit import warn_of_packed
 from routeguard.training.log_metrics import LogWrapper, flat_metrics
 from routeguard.training.resolution import ResolutionWatch
 from routeguard.training.rewriters import refuse_bema_beside_shards
-from routeguard.training.run_state import DRIFT_FILE, FOLDER, REFERENCE_FILE, write_state
+from routeguard.training.run_state import DRIFT_FILE, FOLDER, REFERENCE_FILE, STATE_FILE, versions_here, write_state
 from routeguard.training.start import Start, find_start
 from routeguard.training.start_values import refuse_nan, start_values
 from routeguard.training.stillness import Stillness
@@ -108,7 +110,15 @@ class Session:
                 resumed=resumed,
                 again=kept is not None,
             )
-        self.state = guard.run_state(start.digest, start.origin, start.stage)
+        self.state = replace(
+            guard.run_state(start.digest, start.origin, start.stage),
+            coverage=coverage_of(
+                guard.routes,
+                STATE_FILE,
+                num_adapter_tensors=sum(h.part != "base" and not (frozen and h.is_shared_factor) for h in whole),
+            ),
+            versions=versions_here(),
+        )
         self.starts = start_values(held, start.reference, fresh=not resumed, earlier=start.shards)
         self.start = start if self.shards is None else start.of_shards(self.starts, is_first=is_main)
         try:
