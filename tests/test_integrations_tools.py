@@ -15,10 +15,11 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from routeguard.training.run_state import read_state
-from tests.recall_tokenizers import byte_bpe
+from tests.docs_pages import blocks
+from tests.tiny_chat import save_both, tiny_chat
 
 pytestmark = pytest.mark.slow
 Weights = Mapping[str, torch.Tensor]
@@ -27,21 +28,7 @@ Weights = Mapping[str, torch.Tensor]
 @pytest.fixture
 def stage(tmp_path: Path) -> Path:
     """A folder with a tiny model (`base`) and a few conversations (`data.jsonl`)."""
-    tokenizer = byte_bpe(chat=True)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    Qwen3ForCausalLM(config).float().save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
+    save_both(*tiny_chat(Qwen3ForCausalLM, head_dim=8), tmp_path / "base")
     rows = [
         {"messages": [{"role": "user", "content": f"{n} apples?"}, {"role": "assistant", "content": f"{n} pears."}]}
         for n in range(40)
@@ -238,3 +225,54 @@ def test_without_the_guard_llama_factory_moves_queries_and_keys(stage: Path) -> 
 def test_llama_factory_itself_refuses_the_section(stage: Path) -> None:
     said = llamafactory(stage, "llamafactory.launcher", fails=True, routeguard={"protect": "track"})
     assert "routeguard" in said
+
+
+# -- Lightning --------------------------------------------------------------------------------------------------------
+
+FREEZE_LINES = ("self.frozen = freeze(self.model, self.routes)", "self.frozen.attach(optimizer)")
+LIGHTNING_DRIVER = """
+if __name__ == "__main__":
+    import sys
+
+    class Texts(torch.utils.data.Dataset):
+        def __len__(self):
+            return 32
+
+        def __getitem__(self, at):
+            ids = torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(at))
+            return {"input_ids": ids, "labels": ids}
+
+    module = Guarded("base")
+    trainer = Trainer(
+        max_steps=4, log_every_n_steps=2, accelerator="cpu", devices=int(sys.argv[1]), strategy=sys.argv[2],
+        enable_progress_bar=False, enable_checkpointing=False, logger=False,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(Texts(), batch_size=4))
+    if trainer.is_global_zero:
+        print({name: value.item() for name, value in trainer.logged_metrics.items()})
+        module.model.save_pretrained("out")
+"""
+
+
+def lightning(stage: Path, devices: int, strategy: str, *, guarded: bool = True) -> str:
+    """What the module of the documentation prints when Lightning trains it; without its two lines if not guarded."""
+    pytest.importorskip("lightning.pytorch", reason="Lightning is tested in an environment of its own")
+    (code,) = (block.code for block in blocks("docs/integrations.md") if "LightningModule" in block.code)
+    for line in FREEZE_LINES:
+        assert line in code
+        code = code if guarded else code.replace(line, "pass")
+    (stage / "guarded.py").write_text(code + LIGHTNING_DRIVER, encoding="utf-8")
+    return run(stage, "guarded.py", str(devices), strategy)
+
+
+@pytest.mark.parametrize(("devices", "strategy"), [(1, "auto"), (2, "ddp")])
+def test_lightning_freezes(stage: Path, devices: int, strategy: str) -> None:
+    said = lightning(stage, devices, strategy)
+    assert "'drift/query': 0.0, 'drift/key': 0.0" in said
+    assert moved(stage, stage / "out") == (False, True)
+
+
+def test_without_the_two_lines_lightning_moves_queries_and_keys(stage: Path) -> None:
+    said = lightning(stage, 1, "auto", guarded=False)
+    assert "drift/query" in said and "'drift/query': 0.0," not in said
+    assert moved(stage, stage / "out") == (True, True)
