@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from routeguard.drift.sample import DriftSample
+from routeguard.storage.aside import move_aside
+from routeguard.storage.durable import written_beside
 
 SCHEMA_VERSION = 1
 
@@ -30,12 +32,11 @@ class DriftRecord:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = _kept_lines(path, resume_step)
-        if path.exists() and not lines:
-            path.rename(_free_name(path))
+        if not lines:
+            move_aside(path)
         head = json.dumps({"schema_version": SCHEMA_VERSION, **header})
-        beside = path.with_name(f".{path.name}.tmp")
-        beside.write_text("\n".join([head, *lines]) + "\n", encoding="utf-8")
-        beside.replace(path)
+        with written_beside(path) as beside:
+            beside.write_text("\n".join([head, *lines]) + "\n", encoding="utf-8")
 
     def append(self, samples: Iterable[DriftSample]) -> None:
         """Write samples and flush them to the operating system."""
@@ -93,10 +94,3 @@ def _kept_lines(path: Path, resume_step: int) -> list[str]:
         except (json.JSONDecodeError, KeyError):
             continue  # the half-written end of a killed run
     return kept
-
-
-def _free_name(path: Path) -> Path:
-    number = 1
-    while (candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    return candidate

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from routeguard.training.run_state import RunState, settings, write_state
 from routeguard.training.session import Session
 from routeguard.training.start import Start, refuse_changed_settings
 from routeguard.training.trainer_access import HINT, find_trainer, holds, resumed_folder, run_first
+from routeguard.training.wrapping import Wrapped
 
 if TYPE_CHECKING:
     from torch import nn
@@ -88,6 +90,7 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         self._kept: tuple[Any, Start] | None = None  # the model and the start that its last train() protected
         self._state: RunState | None = None
         self._own_optimizer = False
+        self._wrapped: list[Wrapped] = []
 
     @property
     def routes(self) -> Routes | None:
@@ -131,9 +134,11 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
             run_first(trainer, self)
             if self.probe is not None:
                 self.probe.attach(trainer)
-            self._wrap_create_optimizer(trainer)
-            self._wrap_save_model(trainer)
-            self._wrap_train_end(trainer.callback_handler)
+            self._wrapped = [
+                Wrapped(trainer, "create_optimizer", partial(self._create_optimizer, trainer)),
+                Wrapped(trainer, "save_model", partial(self._save_model, trainer)),
+                Wrapped(trainer.callback_handler, "on_train_end", self._last_look),
+            ]
 
     def _refuse_scheduled_optimizer(self, trainer: Any) -> None:
         if isinstance(self.protect, (LowLR, Anchor)) and trainer.lr_scheduler is not None:
@@ -145,45 +150,32 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
 
     # -- protecting the model --------------------------------------------------------------------------------------
 
-    def _wrap_create_optimizer(self, trainer: Any) -> None:
-        original = trainer.create_optimizer
+    def _create_optimizer(self, trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if trainer.model is not self._protector.model:
+            self._protector.hold(trainer.model)
+        self._protector.refuse_unfrozen()  # before the optimizer is given them
+        self._refuse_changed_resume(trainer)
+        optimizer = original(*args, **kwargs)
+        self._protector.split(optimizer)
+        return optimizer
 
-        def create_optimizer(*args: Any, **kwargs: Any) -> Any:
-            if trainer.model is not self._protector.model:
-                self._protector.hold(trainer.model)
-            self._protector.refuse_unfrozen()  # before the optimizer is given them
-            self._refuse_changed_resume(trainer)
-            optimizer = original(*args, **kwargs)
-            self._protector.split(optimizer)
-            return optimizer
-
-        trainer.create_optimizer = create_optimizer
-
-    def _wrap_save_model(self, trainer: Any) -> None:
+    def _save_model(
+        self, trainer: Any, original: Callable[..., Any], output_dir: str | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Every saved model says which start it protected, so that a further stage can tell."""
-        original = trainer.save_model
+        result = original(output_dir, *args, **kwargs)
+        folder = Path(output_dir or trainer.args.output_dir)
+        if self._state is not None and trainer.is_world_process_zero() and folder.is_dir():
+            write_state(folder, self._state)
+        return result
 
-        def save_model(output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-            result = original(output_dir, *args, **kwargs)
-            folder = Path(output_dir or trainer.args.output_dir)
-            if self._state is not None and trainer.is_world_process_zero() and folder.is_dir():
-                write_state(folder, self._state)
-            return result
-
-        trainer.save_model = save_model
-
-    def _wrap_train_end(self, handler: Any) -> None:
-        """The last look: a callback after the guard may write an average over the model at the end."""
-        original = handler.on_train_end
-
-        def on_train_end(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            ending, self._ending = self._ending, None
-            if ending is not None:
-                ending.look_again()
-            return result
-
-        handler.on_train_end = on_train_end
+    def _last_look(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A callback after the guard may write an average over the model at the end."""
+        result = original(*args, **kwargs)
+        ending, self._ending = self._ending, None
+        if ending is not None:
+            ending.look_again()
+        return result
 
     def _refuse_changed_resume(self, trainer: Any) -> None:
         """Before the optimizer's state is loaded: loading it into other groups would fail without saying why."""
@@ -289,9 +281,9 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         if self.probe is not None:
             self.probe.detach()
         if self._trainer is not None:
-            for wrapped in ("create_optimizer", "save_model"):
-                vars(self._trainer).pop(wrapped, None)
-            vars(self._trainer.callback_handler).pop("on_train_end", None)
+            for wrapped in self._wrapped:
+                wrapped.remove()
+            self._wrapped.clear()
             self._trainer.remove_callback(self)
             self._trainer = None
         self._kept = self._state = None

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from routeguard.drift.sample import DriftSample
+from routeguard.training.wrapping import Wrapped
 
 
 class LogWrapper:
@@ -16,25 +17,19 @@ class LogWrapper:
     """
 
     def __init__(self, trainer: Any, metrics: Callable[[], dict[str, float]]) -> None:
-        self._trainer = trainer
-        self._earlier = vars(trainer).get("log")
         self.has_added = False
-        original = trainer.log
+        self._metrics = metrics
+        self._wrapped = Wrapped(trainer, "log", self._log)
 
-        def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-            if "loss" in logs:
-                added = metrics()
-                self.has_added |= bool(added)
-                logs = {**logs, **added}
-            return original(logs, *args, **kwargs)
-
-        trainer.log = log
+    def _log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+        if "loss" in logs:
+            added = self._metrics()
+            self.has_added |= bool(added)
+            logs = {**logs, **added}
+        return original(logs, *args, **kwargs)
 
     def remove(self) -> None:
-        if self._earlier is None:
-            vars(self._trainer).pop("log", None)
-        else:
-            self._trainer.log = self._earlier
+        self._wrapped.remove()
 
 
 def flat_metrics(sample: DriftSample) -> dict[str, float]:

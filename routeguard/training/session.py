@@ -24,6 +24,7 @@ from routeguard.restoration.reference import save_reference
 from routeguard.sharding.processes import sum_over_processes
 from routeguard.sharding.split import shards_of
 from routeguard.sharding.zero import is_partitioned, pulls_of
+from routeguard.storage.aside import move_aside
 from routeguard.training.coverage import coverage_of
 from routeguard.training.engines import refuse_unread_masters
 from routeguard.training.four_bit import warn_of_packed
@@ -79,7 +80,6 @@ class Session:
         resumed = resumed_from is not None or resumed_step > 0
         whole = held_parameters(model, guard.routes)
         self.shards = shards_of(whole)
-        self.optimizer = optimizer
         self.zero = any(is_partitioned(h.parameter) for h in whole)
         if self.zero:
             refuse_unread_masters(trainer, optimizer)
@@ -224,7 +224,7 @@ class Session:
         if self.start.reference is not None:
             path = self.folder / REFERENCE_FILE
             if not path.is_file() or read_facts(path)["digest"] != self.start.digest:
-                _keep_other(path)
+                move_aside(path)
                 save_reference(self.start.reference, path)
         header = {
             "protect": self.state.protect,
@@ -240,12 +240,3 @@ class Session:
 
 def _cells(guard: RouteGuard) -> list[tuple[int, str]]:
     return list(dict.fromkeys((route.layer, route.role) for route in guard.routes or ()))
-
-
-def _keep_other(path: Path) -> None:
-    """Move another run's reference aside instead of overwriting it."""
-    if path.is_file():
-        number = 1
-        while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-            number += 1
-        path.rename(aside)
