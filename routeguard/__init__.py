@@ -81,52 +81,72 @@ _NEEDS_NO_LIBRARY = "routeguard.checkpoint."  # folders are read and written wit
 
 __all__ = ["__version__", *_EXPORTS]
 
-if TYPE_CHECKING:
-    from routeguard.checkpoint.average import average_checkpoint
-    from routeguard.checkpoint.drift import checkpoint_drift
-    from routeguard.checkpoint.in_place import undo_restore
-    from routeguard.checkpoint.restore import restore_checkpoint
-    from routeguard.checkpoint.verify import verify_checkpoint
-    from routeguard.diagnostics.autocorrelation import token_autocorrelation
-    from routeguard.diagnostics.distance import attention_distance
-    from routeguard.diagnostics.distance_change import distance_change
-    from routeguard.diagnostics.drift_report import drift_report
-    from routeguard.diagnostics.gradient import gradient_locality
-    from routeguard.diagnostics.importance import head_importance, layer_importance
-    from routeguard.diagnostics.locality import locality
-    from routeguard.diagnostics.needle_prompt import needle_prompt
-    from routeguard.diagnostics.routing_picture import attention_map, routing_picture
-    from routeguard.drift.meter import DriftMeter, track
-    from routeguard.drift.record import read_record as read_drift
-    from routeguard.protect.anchor import anchor
-    from routeguard.protect.freeze import freeze
-    from routeguard.protect.groups import low_lr, param_groups
-    from routeguard.protect.lora_targets import check_lora_coverage, lora_config, lora_targets
-    from routeguard.protect.modes import Anchor, Average, Freeze, Interpolate, LowLR, QKPro, QKRestore, Track
-    from routeguard.recall.gate import gate
-    from routeguard.recall.measure import measure_recall
-    from routeguard.recall.probe import RecallProbe
-    from routeguard.recall.probe_record import read_probe_record as read_recall
-    from routeguard.recall.replay import replay
-    from routeguard.recall.result import RecallResult
-    from routeguard.restoration.averaging import average, averaged
-    from routeguard.restoration.in_memory import restore, restored
-    from routeguard.routes.architecture import Architecture
-    from routeguard.routes.collection import AttentionLayer, Route, Routes
-    from routeguard.routes.find import find_routes
-    from routeguard.routes.table import register_architecture
-    from routeguard.routes.verify import verify_routes as verify
-    from routeguard.state_transition.cache import StateTransitionCache
-    from routeguard.state_transition.config import StateTransitionConfig
-    from routeguard.state_transition.convert import StateTransition, add_state_transition
-    from routeguard.state_transition.data import mark_steps
-    from routeguard.state_transition.entropy import transition_words
-    from routeguard.state_transition.patterns import cluster_patterns
-    from routeguard.state_transition.segment import segment_steps
-    from routeguard.state_transition.step_limit import StepLimit
-    from routeguard.state_transition.step_marks import add_step_tokens
-    from routeguard.state_transition.trainer import StateTransitionTrainer
-    from routeguard.training.guard import RouteGuard
+if TYPE_CHECKING:  # `as` the same name: strict type checkers take only such names for exported
+    from routeguard.checkpoint.average import average_checkpoint as average_checkpoint
+    from routeguard.checkpoint.drift import checkpoint_drift as checkpoint_drift
+    from routeguard.checkpoint.in_place import undo_restore as undo_restore
+    from routeguard.checkpoint.restore import restore_checkpoint as restore_checkpoint
+    from routeguard.checkpoint.verify import verify_checkpoint as verify_checkpoint
+    from routeguard.diagnostics.autocorrelation import token_autocorrelation as token_autocorrelation
+    from routeguard.diagnostics.distance import attention_distance as attention_distance
+    from routeguard.diagnostics.distance_change import distance_change as distance_change
+    from routeguard.diagnostics.drift_report import drift_report as drift_report
+    from routeguard.diagnostics.gradient import gradient_locality as gradient_locality
+    from routeguard.diagnostics.importance import head_importance as head_importance
+    from routeguard.diagnostics.importance import layer_importance as layer_importance
+    from routeguard.diagnostics.locality import locality as locality
+    from routeguard.diagnostics.needle_prompt import needle_prompt as needle_prompt
+    from routeguard.diagnostics.routing_picture import attention_map as attention_map
+    from routeguard.diagnostics.routing_picture import routing_picture as routing_picture
+    from routeguard.drift.meter import DriftMeter as DriftMeter
+    from routeguard.drift.meter import track as track
+    from routeguard.drift.record import read_record
+    from routeguard.protect.anchor import anchor as anchor
+    from routeguard.protect.freeze import freeze as freeze
+    from routeguard.protect.groups import low_lr as low_lr
+    from routeguard.protect.groups import param_groups as param_groups
+    from routeguard.protect.lora_targets import check_lora_coverage as check_lora_coverage
+    from routeguard.protect.lora_targets import lora_config as lora_config
+    from routeguard.protect.lora_targets import lora_targets as lora_targets
+    from routeguard.protect.modes import Anchor as Anchor
+    from routeguard.protect.modes import Average as Average
+    from routeguard.protect.modes import Freeze as Freeze
+    from routeguard.protect.modes import Interpolate as Interpolate
+    from routeguard.protect.modes import LowLR as LowLR
+    from routeguard.protect.modes import QKPro as QKPro
+    from routeguard.protect.modes import QKRestore as QKRestore
+    from routeguard.protect.modes import Track as Track
+    from routeguard.recall.gate import gate as gate
+    from routeguard.recall.measure import measure_recall as measure_recall
+    from routeguard.recall.probe import RecallProbe as RecallProbe
+    from routeguard.recall.probe_record import read_probe_record
+    from routeguard.recall.replay import replay as replay
+    from routeguard.recall.result import RecallResult as RecallResult
+    from routeguard.restoration.averaging import average as average
+    from routeguard.restoration.averaging import averaged as averaged
+    from routeguard.restoration.in_memory import restore as restore
+    from routeguard.restoration.in_memory import restored as restored
+    from routeguard.routes.architecture import Architecture as Architecture
+    from routeguard.routes.collection import AttentionLayer as AttentionLayer
+    from routeguard.routes.collection import Route as Route
+    from routeguard.routes.collection import Routes as Routes
+    from routeguard.routes.find import find_routes as find_routes
+    from routeguard.routes.table import register_architecture as register_architecture
+    from routeguard.routes.verify import verify_routes
+    from routeguard.state_transition.cache import StateTransitionCache as StateTransitionCache
+    from routeguard.state_transition.config import StateTransitionConfig as StateTransitionConfig
+    from routeguard.state_transition.convert import StateTransition as StateTransition
+    from routeguard.state_transition.convert import add_state_transition as add_state_transition
+    from routeguard.state_transition.data import mark_steps as mark_steps
+    from routeguard.state_transition.entropy import transition_words as transition_words
+    from routeguard.state_transition.patterns import cluster_patterns as cluster_patterns
+    from routeguard.state_transition.segment import segment_steps as segment_steps
+    from routeguard.state_transition.step_limit import StepLimit as StepLimit
+    from routeguard.state_transition.step_marks import add_step_tokens as add_step_tokens
+    from routeguard.state_transition.trainer import StateTransitionTrainer as StateTransitionTrainer
+    from routeguard.training.guard import RouteGuard as RouteGuard
+
+    read_drift, read_recall, verify = read_record, read_probe_record, verify_routes
 
 
 def __getattr__(name: str) -> Any:
