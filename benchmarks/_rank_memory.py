@@ -115,18 +115,18 @@ def state_bytes(tensors: Sequence[Shape], mode: Mode, engine: Engine, devices: i
     return HALF * whole + HALF * whole_trained + trained * (MASTER + MOMENTS)
 
 
-def start_bytes(tensors: Sequence[Shape], mode: Mode, engine: Engine, devices: int, *, size: int = MASTER) -> Counts:
+def start_bytes(tensors: Sequence[Shape], mode: Mode, engine: Engine, devices: int) -> Counts:
     """Bytes of the start that the guard keeps beside the parameters in every process, `[devices]`.
 
     Freezing keeps the held rows of tensors that also have others, and nothing of whole tensors. Every other mode
-    measures drift, and so keeps all held rows. `size`: bytes an element of the masters.
+    measures drift, and so keeps all held rows, in the dtype of the masters.
     """
     kept = np.zeros(devices, dtype=np.int64)
     for group in masters_of(tensors, mode):
         for tensor, (begin, stop) in zip(group, stretches(group, engine, devices), strict=True):
             if tensor.is_held:
                 kept += held_before(tensor, stop) - held_before(tensor, begin)
-    return kept * size
+    return kept * MASTER
 
 
 def queue_bytes(cells: int, steps: int, *, block: int = BLOCK) -> int:
