@@ -218,7 +218,15 @@ def test_keys_that_were_not_looked_at(write: Write) -> None:
     other = read_settings(write(base_model="a/b", learning_rate=1e-5, unfrozen_parameters=["^lm_head"]))
     assert other.unlooked == ("unfrozen_parameters",)
     third = read_settings(
-        write(model_name_or_path="a/b", stage="sft", template="x", do_train=True, freeze_vision_tower=1)
+        write(
+            model_name_or_path="a/b",
+            stage="sft",
+            template="x",
+            do_train=True,
+            freeze_vision_tower=1,
+            warmup_ratio=0.1,
+            overwrite_output_dir=True,
+        )
     )
     assert third.unlooked == ("freeze_vision_tower",)
 
@@ -484,6 +492,14 @@ def test_exit_codes_and_json(folders: Any, write: Write) -> None:
     assert call(app, ["doctor"]).exit_code == 0
 
 
+@pytest.mark.parametrize("key", ["tuner_type", "train_type", "external_plugins"])
+def test_a_config_of_ms_swift_is_refused(key: str, write: Write) -> None:
+    config = {"model": "a/b", "torch_dtype": "bfloat16", "learning_rate": 1e-5}
+    assert read_settings(write(**config)).tool == "trl"  # nothing tells it from one of TRL
+    with pytest.raises(ValueError, match=f"has {key}, a key of ms-swift.*--model FOLDER"):
+        read_settings(write(**config, **{key: "x"}))
+
+
 def test_the_lines_for_other_tools(write: Write) -> None:
     plugin = "plugins: [routeguard.integrations.axolotl.RouteGuardPlugin]"
     axolotl = write("axolotl.yaml", base_model="no-such/model", learning_rate=1e-5)
@@ -495,6 +511,8 @@ def test_the_lines_for_other_tools(write: Write) -> None:
     assert examine(factory).recipe == (command,)
     assert examine(factory, protect="track").recipe[1:3] == ("routeguard:", "  protect: track")
     trl = write("trl.yaml", model_name_or_path="no-such/model")
+    pointed = "takes no callback"  # `trl sft`, whose config this is
+    assert pointed in examine(trl).recipe[0] and pointed not in examine(write(learning_rate=1e-5)).recipe[0]
     assert examine(trl, recipe="max_recall").recipe[-3:] == (
         "from routeguard import Average, RouteGuard",
         "",
@@ -514,6 +532,11 @@ def test_the_guard_of_the_config_is_looked_at(folders: Any, write: Write) -> Non
     other = write(**{**common, "plugins": ["another.Plugin"]}, routeguard={"protct": "freeze"})
     with pytest.raises(ValueError, match="closest 'protect'"):
         examine(other)
-    assert "not looked at: plugins" in texts(examine(other, protect="freeze"), "note", "config")
+    asked = examine(other, protect="freeze")
+    assert "not looked at: plugin another.Plugin" in texts(asked, "note", "config")
+    assert "the section routeguard does nothing" in texts(asked, "error", "config") and not asked.ok
+    both = examine(write(**{**common, "plugins": ["another.Plugin", *common["plugins"]]}, routeguard={}))
+    assert both.ok and "not looked at: plugin another.Plugin" in texts(both, "note", "config")
+    assert both.recipe[1].startswith("plugins: [another.Plugin, routeguard.")
     probed = write("probed.yaml", **common, fsdp_version=2, fsdp_config={"x": 1}, routeguard={"probe": {}})
     assert "RecallProbe is not supported" in texts(examine(probed), "error", "recall")

@@ -12,6 +12,7 @@ _LLAMA_FACTORY = """
     dataset eval_dataset max_samples overwrite_cache preprocessing_num_workers plot_loss val_size packing flash_attn
     lora_alpha lora_dropout use_rslora loraplus_lr_ratio trust_remote_code model_revision cache_dir rope_scaling
     train_on_prompt mask_history quantization_method pref_beta pref_loss pref_ftx
+    overwrite_output_dir warmup_ratio image_max_pixels video_max_pixels
 """
 _AXOLOTL = """
     datasets test_datasets dataset_prepared_path dataset_processes val_set_size output_dir sequence_len sample_packing

@@ -15,6 +15,7 @@ from routeguard.training.engines import Engine
 
 AXOLOTL_PLUGIN = "routeguard.integrations.axolotl.RouteGuardPlugin"
 _ONLY_AXOLOTL = ("base_model",)
+_ONLY_SWIFT = ("tuner_type", "train_type", "external_plugins", "swift_version")
 _ONLY_LLAMA_FACTORY = ("finetuning_type", "lora_target", "lora_rank", "template", "stage", "dataset_dir", "cutoff_len")
 _DTYPES: dict[str, Dtype] = {
     "auto": "auto", "float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
@@ -29,9 +30,16 @@ def read_settings(path: Path) -> TrainingSettings:
         path: YAML or JSON as `trl sft --config` takes it, or a YAML of axolotl or LLaMA-Factory.
 
     Raises:
-        ValueError: none of these, a mixture of them, or a value that is not what its key must be.
+        ValueError: none of these (one of ms-swift, say), a mixture of them, or a value that is not what its key must
+            be.
     """
     values = read_values(path)
+    swift = next((key for key in _ONLY_SWIFT if key in values.content), None)
+    if swift is not None:
+        raise ValueError(
+            f"{path} has {swift}, a key of ms-swift, whose configs are not read. Ask about its model alone: routeguard "
+            "doctor --model FOLDER, with --protect and --restore as in register(...). That stands for full fine-tuning"
+        )
     axolotl = [key for key in _ONLY_AXOLOTL if key in values.content]
     factory = [key for key in _ONLY_LLAMA_FACTORY if key in values.content]
     others = [key for key in ("model_name_or_path", *factory) if key in values.content]
@@ -120,9 +128,21 @@ def _read_axolotl(values: Values) -> TrainingSettings:
         learning_rate=values.number("learning_rate", 2e-5),
         adapter=adapter,
         quantised_bits=4 if values.flag("load_in_4bit") else 8 if values.flag("load_in_8bit") else None,
+        plugins=_plugins(values, problems),
         problems=tuple(problems),
     )
     return _with_engine(settings, values, unstated_version=1)
+
+
+def _plugins(values: Values, problems: list[str]) -> tuple[str, ...]:
+    """axolotl's plug-ins beside ours; a section for ours without it is a problem, since axolotl passes over that."""
+    listed = values.names("plugins")
+    if values.content.get("routeguard") is not None and AXOLOTL_PLUGIN not in listed:
+        problems.append(
+            f"the section routeguard does nothing: {AXOLOTL_PLUGIN} is not among the plugins, and axolotl passes over "
+            "a section that no plug-in claims. Add it to the list `plugins`"
+        )
+    return tuple(name for name in listed if name != AXOLOTL_PLUGIN)
 
 
 def _read_llama_factory(values: Values) -> TrainingSettings:
@@ -180,10 +200,9 @@ def _with_unlooked(settings: TrainingSettings, values: Values, known: Collection
     """The settings with the keys that nobody asked for or knows; the nearest one that is known stands beside each."""
     if settings.tool != "trl":
         settings = replace(settings, guard=values.get("routeguard"))
-        if values.content.get("plugins") == [AXOLOTL_PLUGIN]:
-            values.asked.add("plugins")
     left = [key for key in values.content if key not in values.asked and key not in known]
-    return replace(settings, unlooked=tuple(f"{key}{_nearest(key, values.asked.union(known))}" for key in left))
+    unlooked = [f"{key}{_nearest(key, values.asked.union(known))}" for key in left]
+    return replace(settings, unlooked=(*unlooked, *(f"plugin {name}" for name in settings.plugins)))
 
 
 def _nearest(key: str, known: Collection[str]) -> str:

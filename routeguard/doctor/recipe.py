@@ -12,6 +12,8 @@ from routeguard.protect.lora_targets import LoraTargets
 from routeguard.protect.modes import Freeze
 from routeguard.protect.recipes import Recipe
 
+_PAGE = "docs/integrations.md, TRL's command line"
+
 
 def recipe_lines(settings: TrainingSettings, chosen: Recipe, targets: LoraTargets | None) -> tuple[str, ...]:
     """Python, and where adapters should leave routing alone, YAML.
@@ -22,7 +24,8 @@ def recipe_lines(settings: TrainingSettings, chosen: Recipe, targets: LoraTarget
         targets: adapters beside routing, if the run has adapters that should be changed; None if not.
     """
     if settings.tool == "axolotl":
-        lines = ["# in the config", f"plugins: [{AXOLOTL_PLUGIN}]", *_section(settings, chosen)]
+        plugins = ", ".join((*settings.plugins, AXOLOTL_PLUGIN))
+        lines = ["# in the config", f"plugins: [{plugins}]", *_section(settings, chosen)]
         return (*lines, *(target_lines(targets, settings.tool) if targets is not None else ()))
     if settings.tool == "llama-factory":
         section = _section(settings, chosen)
@@ -31,6 +34,8 @@ def recipe_lines(settings: TrainingSettings, chosen: Recipe, targets: LoraTarget
     arguments, names = _arguments(chosen)
     guard, imported = f"RouteGuard({arguments})", f"from routeguard import {', '.join(sorted(names))}"
     lines = ["from trl import SFTTrainer", imported, ""]
+    if settings.model is not None:  # of a config
+        lines.insert(0, f"# `trl sft` takes no callback. A script that reads the same config: {_PAGE}")
     lines.append(f"trainer = SFTTrainer(..., callbacks=[{guard}])")
     if targets is None:
         return tuple(lines)

@@ -49,6 +49,7 @@ class TrainingSettings:
         engine: what splits the parameters, None for one device and DDP.
         deepspeed: the DeepSpeed config, empty without one.
         guard: the section `routeguard` of a config for a tool with our plug-in; None without it.
+        plugins: the tool's plug-ins beside ours, which were not looked at.
         problems: what is wrong with the config itself.
         unlooked: keys that were not looked at.
     """
@@ -65,6 +66,7 @@ class TrainingSettings:
     engine: Engine | None = None
     deepspeed: Mapping[str, Any] | None = None
     guard: Mapping[str, Any] | None = None
+    plugins: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     unlooked: tuple[str, ...] = ()
 
