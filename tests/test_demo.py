@@ -234,7 +234,7 @@ def test_report_files_hold_the_measured_rows(
     result = small_run[0]
     report.write_json(result, tmp_path / "demo.json")
     content = json.loads((tmp_path / "demo.json").read_text())
-    assert content["schema"] == report.SCHEMA_VERSION and content["steps"] == 3
+    assert content["schema_version"] == report.SCHEMA_VERSION and content["steps"] == 3
     assert [(row["name"], row["drift"]) for row in content["rows"]] == [(row.name, row.drift) for row in result.rows]
     console = Console(width=140, record=True, file=io.StringIO())
     console.print(report.table(result))

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from routeguard.diagnostics.plots import new_figure
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -17,18 +19,13 @@ def plot_drift(drift: CheckpointDrift) -> Figure:
 
     Raises ValueError when matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("plots need matplotlib: pip install 'routeguard[plots]'") from None
     weights = [entry for entry in drift.tensors if entry.kind == "weight"]
     roles = list(dict.fromkeys(entry.role for entry in weights))
     with_heads = [role for role in roles if any(entry.heads for entry in weights if entry.role == role)]
     panels = len(with_heads) + 1
-    figure = Figure(figsize=(3.6 * panels + 0.8, 3.6), layout="constrained")
-    axes = np.atleast_1d(figure.subplots(1, panels))
+    figure, axes = new_figure(1, panels, width=3.6 * panels + 0.8, height=3.6, squeeze=False)
     top = max((value for entry in weights for value in entry.heads if value is not None), default=1.0) or 1.0
-    for axis, role in zip(axes, with_heads, strict=False):
+    for axis, role in zip(axes[0], with_heads, strict=False):
         entries = [entry for entry in weights if entry.role == role and entry.heads]
         grid = np.full((len(entries), max(len(entry.heads) for entry in entries)), np.nan)
         for row, entry in enumerate(entries):
@@ -39,7 +36,7 @@ def plot_drift(drift: CheckpointDrift) -> Figure:
         axis.xaxis.get_major_locator().set_params(integer=True)
         if role == with_heads[-1]:
             figure.colorbar(image, ax=axis)
-    last = axes[-1]
+    last = axes[0, -1]
     for role in roles:
         points = [(entry.layer, entry.drift) for entry in weights if entry.role == role and entry.drift is not None]
         last.plot([layer for layer, _ in points], [value for _, value in points], marker="o", label=role)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from routeguard.demo.run import BEFORE, DemoResult, Row
+from routeguard.diagnostics.plots import NoMatplotlibError, finish, new_figure, tidy
+from routeguard.storage import durable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,7 +60,7 @@ def table(result: DemoResult) -> Table:
 def write_json(result: DemoResult, path: Path) -> None:
     """Write all rows, the settings and the versions they were measured with."""
     content = {
-        "schema": SCHEMA_VERSION,
+        "schema_version": SCHEMA_VERSION,
         "steps": result.steps,
         "seeds": result.seeds,
         "seconds": round(result.seconds, 1),
@@ -67,26 +68,22 @@ def write_json(result: DemoResult, path: Path) -> None:
         | {name: version(name) for name in ("torch", "transformers", "trl")},
         "rows": [asdict(row) for row in result.rows],
     }
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    durable.write_json(path, content)
 
 
 def write_plot(result: DemoResult, path: Path) -> bool:
     """Draw recall by context length beside reasoning, or return False where matplotlib is missing."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
+        figure, (left, right) = new_figure(1, 2, width=11, height=5.2, width_ratios=(1.35, 1))
+    except NoMatplotlibError:
         return False
-    figure = Figure(figsize=(11, 5.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2, width_ratios=(1.35, 1))
     _draw_recall(left, result)
     _draw_reasoning(right, result)
     seeds = "one seed" if result.seeds == 1 else f"{result.seeds} seeds, mean and range"
     figure.suptitle(
         f"A tiny hybrid model after {result.steps} steps of chain-of-thought fine-tuning ({seeds})", fontsize=12
     )
-    figure.savefig(path, dpi=150)
+    finish(figure, path)
     return True
 
 
@@ -106,7 +103,7 @@ def _draw_recall(axes: Axes, result: DemoResult) -> None:
     axes.minorticks_off()
     axes.set_xlabel("context length (tokens; pretraining saw up to 256)")
     axes.set_title("Recall: share of right needle digits", fontsize=11)
-    _tidy(axes, grid="y")
+    tidy(axes)
     axes.set_ylim(-0.02, 1.04)
     axes.figure.legend(frameon=False, fontsize=9, loc="outside lower center", ncols=min(5, len(result.names)))
 
@@ -130,14 +127,8 @@ def _draw_reasoning(axes: Axes, result: DemoResult) -> None:
     axes.set_xticks(range(len(scores)), [label for label, _ in scores])
     axes.tick_params(axis="x", length=0)
     axes.set_title("Reasoning: share of right sums", fontsize=11)
-    _tidy(axes, grid="y")
+    tidy(axes)
     axes.set_ylim(0, 1.15)
-
-
-def _tidy(axes: Any, *, grid: str) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis=grid, alpha=0.25)
-    axes.set_axisbelow(True)
 
 
 def _new_sums(row: Row) -> float:

@@ -12,7 +12,13 @@ if TYPE_CHECKING:
 # Okabe-Ito: distinguishable with any colour vision.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#777777")
 GREY = "#999999"
-_MISSING = "plots need matplotlib: pip install 'routeguard[plots]'"
+
+
+class NoMatplotlibError(ValueError, ImportError):
+    """matplotlib, which pictures are drawn with, is not installed."""
+
+    def __init__(self) -> None:
+        super().__init__("plots need matplotlib: pip install 'routeguard[plots]'")
 
 
 def check_plot(path: str | Path | None) -> None:
@@ -22,7 +28,7 @@ def check_plot(path: str | Path | None) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        raise ValueError(_MISSING) from None
+        raise NoMatplotlibError from None
     kinds = FigureCanvasBase.get_supported_filetypes()
     suffix = Path(path).suffix.lower().removeprefix(".")
     if suffix not in kinds:
@@ -34,12 +40,12 @@ def check_plot(path: str | Path | None) -> None:
 def new_figure(rows: int = 1, columns: int = 1, *, width: float, height: float, **options: Any) -> tuple[Figure, Any]:
     """A figure of `width` × `height` inches with axes, without touching the global state of pyplot.
 
-    Raises ValueError where matplotlib is not installed.
+    Raises NoMatplotlibError, a ValueError, where matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError(_MISSING) from None
+        raise NoMatplotlibError from None
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(rows, columns, **options)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from routeguard.diagnostics.plots import finish, new_figure
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -22,13 +24,8 @@ def draw_recall(
         task: one task only.
         bins: how many parts the context is cut into.
 
-    Raises ValueError for a task that was not measured, ImportError without matplotlib.
+    Raises ValueError for a task that was not measured, NoMatplotlibError without matplotlib.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError("plots need matplotlib: pip install 'routeguard[plots]'") from None
     if task is not None and task not in result.tasks:
         raise ValueError(f"task {task!r} was not measured; there are {', '.join(result.tasks)}")
     tasks = result.tasks if task is None else (task,)
@@ -36,9 +33,8 @@ def draw_recall(
     columns = min(len(tasks), 3)
     rows = -(-len(tasks) // columns)
     width = max(2.4 + 0.75 * len(lengths), 4.0)
-    figure = Figure(figsize=(width * columns + 1.0, 0.55 * bins * rows + 1.5 * rows + 0.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(rows, columns, squeeze=False)
+    height = 0.55 * bins * rows + 1.5 * rows + 0.4
+    figure, grid = new_figure(rows, columns, width=width * columns + 1.0, height=height, squeeze=False)
     image = None
     for number, axes in enumerate(grid.flat):
         if number >= len(tasks):
@@ -60,9 +56,7 @@ def draw_recall(
             axes.set_ylabel("depth of the value")
     assert image is not None
     figure.colorbar(image, ax=list(grid.flat), label="share of values recalled", shrink=0.9)
-    if path is not None:
-        figure.savefig(path, dpi=150)
-    return figure
+    return finish(figure, path)
 
 
 def short_length(tokens: int) -> str:
