@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from routeguard.drift.adapters import dora_delta_norm, lora_delta_distance, lora_delta_norm
+from routeguard.drift.adapters import dora_delta_norm, lora_delta_distance
 from tests.drift_reference import CHANGES, changed, close
 
 
@@ -28,34 +28,24 @@ def take(tensor: Tensor, rows: tuple[tuple[int, int], ...] | None) -> Tensor:
     return tensor if rows is None else torch.cat([tensor[a:b] for a, b in rows])
 
 
-@pytest.mark.parametrize("rows", [None, ROWS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lora_norm_equals_the_dense_norm(rows: tuple[tuple[int, int], ...] | None, dtype: torch.dtype) -> None:
+def test_lora_distance_from_a_zero_start_equals_the_dense_norm(dtype: torch.dtype) -> None:
     a, b = torch.randn(4, 30).to(dtype), torch.randn(20, 4).to(dtype)
-    assert close(lora_delta_norm(a, b, 1.5, rows), take(dense(a, b, 1.5), rows).norm())
-    assert float(lora_delta_norm(a, torch.zeros_like(b), 1.5, rows)) == 0.0
+    assert close(lora_delta_distance(a, b, torch.randn_like(a), 0 * b), dense(a, b, 1.0).norm())
+    assert float(lora_delta_distance(a, 0 * b, a, 0 * b)) == 0.0
 
 
-@pytest.mark.parametrize("rows", [None, ROWS])
 @pytest.mark.parametrize("change", CHANGES)
-def test_lora_distance_keeps_its_digits(change: float, rows: tuple[tuple[int, int], ...] | None) -> None:
+def test_lora_distance_keeps_its_digits(change: float) -> None:
     a0, b0 = torch.randn(4, 30), torch.randn(20, 4)
     a, b = changed(a0, change), changed(b0, change)
-    exact = take(dense(a, b, 2.0) - dense(a0, b0, 2.0), rows).norm()
-    assert close(lora_delta_distance(a, b, 2.0, a0, take(b0, rows), 2.0, rows), exact)
-    if change <= 1e-5 and rows is None:
-        stacked_a, stacked_b = torch.cat([a, a0]), torch.cat([2 * b, -2 * b0], 1)
+    exact = (dense(a, b, 1.0) - dense(a0, b0, 1.0)).norm()
+    assert close(lora_delta_distance(a, b, a0, b0), exact)
+    assert float(lora_delta_distance(a, b, a, b)) == 0.0
+    if change <= 1e-5:
+        stacked_a, stacked_b = torch.cat([a, a0]), torch.cat([b, -b0], 1)
         control = ((stacked_b.T @ stacked_b) * (stacked_a @ stacked_a.T)).sum().clamp_min(0).sqrt()
         assert not close(control, exact, 0.05)
-
-
-def test_lora_distance_from_a_zero_start_and_with_another_scale() -> None:
-    a0, b0 = torch.randn(4, 30), torch.randn(20, 4)
-    a, b = torch.randn(4, 30), torch.randn(20, 4)
-    assert close(lora_delta_distance(a, b, 2.0, a0, torch.zeros(20, 4), 2.0), dense(a, b, 2.0).norm())
-    exact = (dense(a, b, 0.5) - dense(a0, b0, 3.0)).norm()
-    assert close(lora_delta_distance(a, b, 0.5, a0, b0, 3.0), exact)
-    assert float(lora_delta_distance(a, b, 0.5, a, b, 0.5)) == 0.0
 
 
 def dora(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor) -> Tensor:
@@ -72,10 +62,8 @@ def test_dora_norm_equals_the_dense_norm(change: float, rows: tuple[tuple[int, i
     exact = take(dora(weight, a, b, 2.0, magnitude) - dora(weight, a, 0 * b, 2.0, start_magnitude), rows).norm()
     measured = dora_delta_norm(weight, a, b, 2.0, magnitude, start_magnitude=start_magnitude, rows=rows)
     assert close(measured, exact, 1e-4)
-    if change >= 1e-2:
-        assert close(dora_delta_norm(weight, a, b, 2.0, magnitude, rows=rows), exact, 1e-3)
     if change == 1.0:
-        assert not close(lora_delta_norm(a, b, 2.0, rows), exact, 1e-2)
+        assert not close(take(dense(a, b, 2.0), rows).norm(), exact, 1e-2)  # LoRA's norm is another
 
 
 def test_dora_with_a_zero_row_and_an_untouched_adapter() -> None:
@@ -90,17 +78,21 @@ def test_dora_with_a_zero_row_and_an_untouched_adapter() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: lora_delta_norm(torch.zeros(2, 5), torch.zeros(6, 3), 1.0), r"A \[r, in_features\]"),
-        (lambda: lora_delta_norm(torch.zeros(2, 5), torch.zeros(6, 2), 1.0, ((0, 7),)), "do not lie within"),
-        (lambda: lora_delta_norm(torch.zeros(2, 5).int(), torch.zeros(6, 2), 1.0), "dequantise"),
+        (lambda: lora_delta_distance(*([torch.zeros(2, 5), torch.zeros(6, 3)] * 2)), r"A \[r, in_features\]"),
+        (lambda: lora_delta_distance(*([torch.zeros(2, 5).int(), torch.zeros(6, 2)] * 2)), "dequantise"),
         (
-            lambda: lora_delta_distance(
-                torch.zeros(2, 5), torch.zeros(6, 2), 1.0, torch.zeros(3, 5), torch.zeros(6, 3), 1.0
-            ),
+            lambda: lora_delta_distance(torch.zeros(2, 5), torch.zeros(6, 2), torch.zeros(3, 5), torch.zeros(6, 3)),
             "same adapter",
         ),
         (
-            lambda: dora_delta_norm(torch.zeros(6, 4), torch.zeros(2, 5), torch.zeros(6, 2), 1.0, torch.zeros(6)),
+            lambda: dora_delta_norm(
+                torch.zeros(6, 4),
+                torch.zeros(2, 5),
+                torch.zeros(6, 2),
+                1.0,
+                torch.zeros(6),
+                start_magnitude=torch.zeros(6),
+            ),
             "do not fit an update",
         ),
     ],

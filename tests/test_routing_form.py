@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from routeguard.drift import _products
-from routeguard.drift.frobenius import relative_drift
 from routeguard.drift.routing_form import compiled_pair_kernel, prepare, routing_drift
 from routeguard.routes.collection import AttentionLayer, Pairing
-from tests.drift_reference import CHANGES, changed, close
+from tests.drift_reference import CHANGES, changed, close, relative_drift
 
 NUM_HEADS, NUM_KV, HEAD_DIM, D_MODEL = 4, 2, 8, 24
 

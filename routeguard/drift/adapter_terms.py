@@ -69,7 +69,7 @@ def _lora_squared(adapters: Sequence[_Adapter], rows: Rows | None, within: Rows 
     a, a0 = (torch.cat(each) for each in zip(*((x.pair.a.detach(), x.a0) for x in adapters), strict=True))
     b = torch.cat([_scaled(take_rows(x.pair.b.detach(), rows), x.pair.scale) for x in adapters], 1)
     b0 = torch.cat([_scaled(take_rows(x.b0, within), x.pair.scale) for x in adapters], 1)
-    return lora_delta_distance(a, b, 1.0, a0, b0, 1.0).square()
+    return lora_delta_distance(a, b, a0, b0).square()
 
 
 def _scaled(b: Tensor, scale: float) -> Tensor:

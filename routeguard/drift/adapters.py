@@ -15,74 +15,36 @@ _ROWS_AT_ONCE = 1024
 
 
 @torch.no_grad()
-def lora_delta_norm(a: Tensor, b: Tensor, scale: float | Tensor, rows: Rows | None = None) -> Tensor:
-    """Frobenius norm `‖s·BA‖_F` of a LoRA update, from r × r products.
+def lora_delta_distance(a: Tensor, b: Tensor, a0: Tensor, b0: Tensor) -> Tensor:
+    """How far a LoRA update moved, `‖BA − B₀A₀‖_F`, in the difference form, from r × r products.
+
+    With `ΔB = B − B₀` and `ΔA = A − A₀` the update changed by `ΔB A + B₀ ΔA`; only that is multiplied out, so small
+    changes keep their digits. What is left is a change of the factors that cancels in their product (`B M`, `M⁻¹A`): it
+    reads as up to 1e-3 of the size of that change in float32 instead of 0.
 
     Args:
         a: `[r, in_features]`.
-        b: `[out_features, r]`.
-        scale: PEFT's scaling (`alpha / r`, or `alpha / √r` for rsLoRA).
-        rows: `(start, stop)` ranges of output rows, that is rows of `b`. None: all.
+        b: `[out_features, r]`, or the rows of it that count, times PEFT's scaling (`alpha / r`, or `alpha / √r` for
+            rsLoRA).
+        a0, b0: the same at the start: the initial adapter, also where it is not zero (PiSSA, OLoRA).
 
     Returns:
         A 0-d float32 tensor on the device of `a`, without a host synchronisation.
 
     Raises:
-        ValueError: shapes or ranges that do not fit, or a dtype that is not floating point.
-
-    Source: derived, `s²·tr((BᵀB)(AAᵀ))`.
-    """
-    _check_pair(a, b)
-    dtype = compute_dtype(a, b)
-    wide_a, wide_b = a.to(dtype), scale * _take(b, rows).to(dtype)
-    with full_precision(a.device):
-        square = ((wide_b.mT @ wide_b) * (wide_a @ wide_a.mT)).sum()
-    return square.clamp_min(0).sqrt().float()
-
-
-@torch.no_grad()
-def lora_delta_distance(
-    a: Tensor,
-    b: Tensor,
-    scale: float | Tensor,
-    a0: Tensor,
-    b0: Tensor,
-    scale0: float | Tensor,
-    rows: Rows | None = None,
-) -> Tensor:
-    """How far a LoRA update moved, `‖s·BA − s₀·B₀A₀‖_F`, in the difference form, from r × r products.
-
-    With `ΔB = s·B − s₀·B₀` and `ΔA = A − A₀` the update changed by `ΔB A + s₀B₀ ΔA`; only that is multiplied out, so
-    small changes keep their digits. What is left is a change of the factors that cancels in their product
-    (`B M`, `M⁻¹A`): it reads as up to 1e-3 of the size of that change in float32 instead of 0.
-
-    Args:
-        a, b, scale: the current factors, as in `lora_delta_norm`.
-        a0, b0, scale0: the factors at the start: the initial adapter, also where it is not zero (PiSSA, OLoRA). With
-            `rows`, `b0` holds those rows only, one range after the other.
-        rows: `(start, stop)` ranges of output rows, that is rows of `b`. None: all.
-
-    Returns:
-        A 0-d float32 tensor on the device of `a`, without a host synchronisation.
-
-    Raises:
-        ValueError: shapes or ranges that do not fit (also another rank than at the start), or a dtype that is not
-            floating point.
+        ValueError: shapes that do not fit (also another rank than at the start), or a dtype that is not floating point.
 
     Source: derived.
     """
     _check_pair(a, b)
     dtype = compute_dtype(a, b, a0, b0)
-    taken = _take(b, rows)
-    if a0.shape != a.shape or b0.shape != taken.shape:
+    if a0.shape != a.shape or b0.shape != b.shape:
         raise ValueError(
-            f"the adapter has factors of shape {tuple(a.shape)} and {tuple(taken.shape)}, at the start "
-            f"{tuple(a0.shape)} and {tuple(b0.shape)}; the start must be of the same adapter and the same rows"
+            f"the adapter has factors of shape {tuple(a.shape)} and {tuple(b.shape)}, at the start {tuple(a0.shape)} "
+            f"and {tuple(b0.shape)}; the start must be of the same adapter and the same rows"
         )
     now_a, start_b = a.to(dtype), b0.to(dtype)
-    change_a = now_a - a0.to(dtype)
-    change_b = scale * (taken.to(dtype) - start_b) + (scale - scale0) * start_b
-    start_b = scale0 * start_b
+    change_a, change_b = now_a - a0.to(dtype), b.to(dtype) - start_b
     with full_precision(a.device):
         square = (
             (change_b.mT @ change_b) * (now_a @ now_a.mT)
@@ -100,7 +62,7 @@ def dora_delta_norm(
     scale: float | Tensor,
     magnitude: Tensor,
     *,
-    start_magnitude: Tensor | None = None,
+    start_magnitude: Tensor,
     rows: Rows | None = None,
 ) -> Tensor:
     """How far DoRA moved a weight from its untouched adapter, from the base and the factors.
@@ -114,10 +76,10 @@ def dora_delta_norm(
 
     Args:
         weight: the frozen base, `[out_features, in_features]`, dequantised.
-        a, b, scale: as in `lora_delta_norm`. The initial `b` is taken to be zero: for PiSSA or OLoRA starts there is
-            no such short form; compare merged weights instead.
+        a, b, scale: `[r, in_features]`, `[out_features, r]` and PEFT's scaling. The initial `b` is taken to be zero:
+            for PiSSA or OLoRA starts there is no such short form; compare merged weights instead.
         magnitude: the magnitude vector `m`, `[out_features]`.
-        start_magnitude: `m⁰`; None: the row norms of `weight`, so the distance is to the base itself.
+        start_magnitude: `m⁰`.
         rows: `(start, stop)` ranges of output rows. None: all. All tensors are whole all the same.
 
     Returns:
@@ -129,7 +91,7 @@ def dora_delta_norm(
     Source: derived.
     """
     _check_pair(a, b)
-    given = [magnitude] if start_magnitude is None else [magnitude, start_magnitude]
+    given = [magnitude, start_magnitude]
     if weight.shape != (b.shape[0], a.shape[1]) or any(m.numel() != b.shape[0] for m in given):
         raise ValueError(
             f"a base of shape {tuple(weight.shape)} and magnitudes of shape {[tuple(m.shape) for m in given]} do not "
@@ -145,13 +107,13 @@ def dora_delta_norm(
         for first, stop in ranges:
             for at in range(first, stop, _ROWS_AT_ONCE):
                 part = slice(at, min(stop, at + _ROWS_AT_ONCE))
-                m, *start_m = (each.reshape(-1)[part].to(dtype) for each in given)
+                m, start_m = (each.reshape(-1)[part].to(dtype) for each in given)
                 factor = scale * b[part].to(dtype)
-                total += _dora_rows(weight[part].to(dtype), factor, wide_a, gram, m, start_m[0] if start_m else None)
+                total += _dora_rows(weight[part].to(dtype), factor, wide_a, gram, m, start_m)
     return total.clamp_min(0).sqrt().float()
 
 
-def _dora_rows(w: Tensor, factor: Tensor, a: Tensor, gram: Tensor, m: Tensor, start_m: Tensor | None) -> Tensor:
+def _dora_rows(w: Tensor, factor: Tensor, a: Tensor, gram: Tensor, m: Tensor, start_m: Tensor) -> Tensor:
     """Squared distance of some rows; `factor` is `s·B`."""
     norm_square = w.square().sum(1)
     overlap = ((w @ a.mT) * factor).sum(1)
@@ -159,16 +121,10 @@ def _dora_rows(w: Tensor, factor: Tensor, a: Tensor, gram: Tensor, m: Tensor, st
     start_norm, gain = norm_square.sqrt(), 2 * overlap + delta_square
     norm = (norm_square + gain).clamp_min(0).sqrt()
     tiny = torch.finfo(w.dtype).tiny
-    start_m = start_norm if start_m is None else start_m
     change = (m - start_m) * start_norm - start_m * gain / (norm + start_norm).clamp_min(tiny)
     turn = torch.where(start_norm > 0, change / (norm * start_norm).clamp_min(tiny), torch.zeros_like(norm))
     stretch = m / norm.clamp_min(tiny)
     return (turn.square() * norm_square + 2 * turn * stretch * overlap + stretch.square() * delta_square).sum()
-
-
-def _take(b: Tensor, rows: Rows | None) -> Tensor:
-    blocks = row_blocks(b, rows)
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks or [b[:0]])
 
 
 def _check_pair(a: Tensor, b: Tensor) -> None:

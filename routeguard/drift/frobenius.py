@@ -93,7 +93,7 @@ def compiled_kernel(device: str = "cpu") -> Kernel | None:
 
 @torch.no_grad()
 def squared_norm(tensor: Tensor) -> Tensor:
-    """Squared Frobenius norm `‖W₀‖²`, to compute once for a start; its root goes into `relative_drift(start_norm=...)`.
+    """Squared Frobenius norm `‖W₀‖²`, to compute once for a start.
 
     Args:
         tensor: any shape and floating dtype.
@@ -111,40 +111,12 @@ def squared_norm(tensor: Tensor) -> Tensor:
     return _total(sums, tensor.device)
 
 
-@torch.no_grad()
-def relative_drift(
-    weight: Tensor,
-    start: Tensor,
-    *,
-    rows: Rows | None = None,
-    dim: int = 0,
-    start_norm: Tensor | None = None,
-    kernel: Kernel | None = None,
-) -> Tensor:
-    """Relative drift `‖W − W₀‖_F / ‖W₀‖_F` of a weight, on the device without a host synchronisation.
-
-    A start of all zeros (a fresh bias) has no scale to be relative to: the drift is then the plain distance `‖W‖_F`,
-    0 as long as nothing moves and never a division by zero.
-
-    Args:
-        weight, start, rows, dim, kernel: as in `squared_distance`.
-        start_norm: `‖W₀‖_F` as a 0-d tensor on the same device where it is known already
-            (`squared_norm(start).sqrt()`); it saves a second pass over the start. Default None.
-
-    Returns:
-        A 0-d float32 tensor on the device of `weight`.
-
-    Raises:
-        ValueError: as in `squared_distance`.
-
-    Source: derived; the measure is reported for each layer and role.
-    """
-    distance = squared_distance(weight, start, rows=rows, dim=dim, kernel=kernel).sqrt()
-    return relative(distance, squared_norm(start).sqrt() if start_norm is None else start_norm)
-
-
 def relative(distance: Tensor, norm: Tensor) -> Tensor:
-    """`distance / norm`, element by element, and the plain distance where the norm is 0."""
+    """`distance / norm`, element by element.
+
+    A start of all zeros (a fresh bias) has no scale to be relative to: where the norm is 0 it is the plain distance, 0
+    as long as nothing moves and never a division by zero.
+    """
     return distance / torch.where(norm > 0, norm, torch.ones_like(norm))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from routeguard.drift.adapter_terms import lora_terms
 from routeguard.drift.forms import routing_forms
-from routeguard.drift.frobenius import compiled_kernel
+from routeguard.drift.frobenius import compiled_kernel, relative
 from routeguard.drift.routing_form import compiled_pair_kernel
 from routeguard.drift.sample import Cell
 from routeguard.drift.sample import DriftSample as DriftSample
@@ -60,8 +60,7 @@ class DriftMeter:
         self.cells: tuple[Cell, ...] = tuple(dict.fromkeys((route.layer, route.role) for route in routes))
         self._total = total
         squares = start_squares(self._terms, self.cells, held, rows)
-        norms = (squares if total is None else total(squares)).sqrt()
-        self._norms = torch.where(norms > 0, norms, 1)  # a start of zeros: its drift is the plain distance
+        self._norms = (squares if total is None else total(squares)).sqrt()
         self._steps: list[int] = []
         self._pending: list[Tensor] = []
         kernel = compiled_pair_kernel(device) if compiles else None
@@ -84,7 +83,8 @@ class DriftMeter:
         if not self._pending:
             return []
         squares = torch.stack(self._pending)
-        table = ((squares if self._total is None else self._total(squares)).sqrt() / self._norms).tolist()
+        distances = (squares if self._total is None else self._total(squares)).sqrt()
+        table = relative(distances, self._norms).tolist()
         forms = {layer: tuple(form().tolist()) for layer, form in self._forms.items()} if routing else {}
         samples = [
             DriftSample(step, dict(zip(self.cells, row, strict=True)), forms if at == len(table) - 1 else {})

@@ -89,7 +89,7 @@ def prepare(
     if geometry.product_obstacle is not None:
         raise ValueError(
             f"layer {geometry.layer} ({geometry.module}) has no routing form: {geometry.product_obstacle}, so the "
-            "product of its query and key weights is not the logit; measure the factors with relative_drift instead"
+            "product of its query and key weights is not the logit; measure the factors alone"
         )
     if geometry.num_key_value_heads < 1 or geometry.num_heads % geometry.num_key_value_heads:
         raise ValueError(
@@ -133,7 +133,7 @@ def routing_drift(
     Per head `(mean ‖R − R₀‖² / mean ‖R₀‖²)^½` over rotary angles (see the module's text; without rotary simply
     `‖QKᵀ − Q₀K₀ᵀ‖_F / ‖Q₀K₀ᵀ‖_F`). A change that leaves every logit as it was, such as turning a rotary pair of query
     and key by one angle, gives 0; it is resolved to about 1e-3 of the size of the change in float32, for the query's
-    and the key's share cancel. A head whose start is zero reports the plain distance, as `relative_drift` does.
+    and the key's share cancel. A head whose start is zero reports the plain distance, as `relative` does.
 
     Cost: with rotary one pass over the tensors when compiled and three when not; without rotary about `4 · head_dim`
     multiplications for each scalar (measured on a CPU: 5 fused AdamW steps for heads of 64, 9 for heads of 128).
