@@ -121,7 +121,7 @@ MISTAKES = [
     (f"{GOOD['importance']} --lengths 99999", "beyond the 4096 positions"),
     (f"{GOOD['importance']} --samples -1", "-1 is not in the range"),
     ("diagnose drift {none}", "no drift.jsonl at {none}"),
-    ("diagnose drift {empty}", "no drift.jsonl at {empty}"),
+    ("diagnose drift {empty}", "To compare two checkpoints: `routeguard drift BASE TUNED`"),
     ("diagnose drift {file}", "file holds no step yet"),
     ("diagnose drift {broken}", "broken.json is damaged or no drift record"),
     ("diagnose drift {bytes}", "is damaged or no drift record"),

@@ -90,6 +90,14 @@ def test_one_task_can_be_judged_by_itself() -> None:
     assert [row.task for row in strict.by_task if row.failed] == ["t4"]
 
 
+def test_what_was_not_recalled_before_cannot_pass_unsaid() -> None:
+    before = result({4096: [1.0] * 20, 8192: [0.0] * 20})
+    report = gate(before, before)
+    assert report.ok and "note: @8192: recall before was below 0.10, so no drop of 10 points can show" in str(report)
+    before = result({4096: [1.0] * 20, 8192: [1.0] * 2 + [0.0] * 18})  # just the limit
+    assert "recall before" not in str(gate(before, before))
+
+
 def test_refusals() -> None:
     before = result({4096: [1.0] * 20})
     with pytest.raises(ValueError, match=r"0 are the same.*differ in seed"):

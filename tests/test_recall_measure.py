@@ -125,10 +125,28 @@ def test_a_stopped_measurement_goes_on(tmp_path: Path, monkeypatch) -> None:
     batches.clear()
     measure_recall(model, tokenizer, **call, resume=journal)
     assert not batches
-    with pytest.raises(ValueError, match="begun with another fingerprint"):
+    with pytest.raises(ValueError, match=r"begun with other settings \(fingerprint\)"):
         measure_recall(build_model(seed=3), tokenizer, **call, resume=journal)
-    with pytest.raises(ValueError, match="begun with another seed"):
+    with pytest.raises(ValueError, match=r"begun with other settings \(seed\)"):
         measure_recall(model, tokenizer, **call, seed=2, resume=journal)
+
+
+def test_a_call_without_a_score_is_not_in_the_way_of_another(tmp_path: Path, monkeypatch) -> None:
+    model, tokenizer, journal = load_model(), load_tokenizer(), tmp_path / "part.jsonl"
+    call = {"tasks": "demo_needles", "num_samples": 2, "resume": journal}
+    with pytest.raises(ValueError, match="too short"):
+        measure_recall(model, tokenizer, lengths=(8,), **call)
+    assert not journal.exists()
+
+    def stopped(*args, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(measure_module, "answer_forced", stopped)
+        measure_recall(model, tokenizer, lengths=(160,), **call)
+    assert '"lengths": [160]' in journal.read_text()
+    assert measure_recall(model, tokenizer, lengths=(128,), **call).lengths == (128,)
+    assert '"lengths": [128]' in journal.read_text()
 
 
 def test_scores_of_other_samples_are_not_taken_over(tmp_path: Path) -> None:

@@ -101,7 +101,14 @@ def test_that_no_length_goes_beyond_is_said_only_where_the_rows_tell(tmp_path: P
         assert "no length beyond the 64" not in out
 
 
-def test_a_resumed_run_keeps_its_first_measurement(tmp_path: Path) -> None:
+def test_a_model_that_recalls_nothing_is_told_so(tmp_path: Path, capsys) -> None:
+    run(tiny("lfm2"), tmp_path / "a", probe(), max_steps=1)
+    assert capsys.readouterr().out.count("nothing was recalled at the first measurement") == 1
+    run(load_model(), tmp_path / "b", probe(lengths=(128,)), max_steps=1)
+    assert "nothing was recalled" not in capsys.readouterr().out
+
+
+def test_a_resumed_run_keeps_its_first_measurement(tmp_path: Path, capsys) -> None:
     saving = {"save_strategy": "steps", "save_steps": 2}
     run(tiny("lfm2"), tmp_path, probe(), max_steps=4, **saving)
     record = tmp_path / "routeguard" / "recall.jsonl"
@@ -110,6 +117,7 @@ def test_a_resumed_run_keeps_its_first_measurement(tmp_path: Path) -> None:
     resumed = probe(max_drop=0.5)
     run(tiny("lfm2"), tmp_path, resumed, max_steps=4, resume=str(tmp_path / "checkpoint-2"), **saving)
     assert sorted(resumed.results) == [2, 3, 4]
+    assert "3 measurements" in (out := capsys.readouterr().out) and out.count("recall from step 0 to 4") == 2
     again = read_recall(record)
     assert sorted(again) == [0, 1, 2, 3, 4]
     assert [s.nll for s in again[4].scores] == [s.nll for s in whole[4].scores]

@@ -134,7 +134,7 @@ def test_the_probe_chooses_from_the_steps_and_says_so(steps: int, count: int, tm
     run(tiny("lfm2"), tmp_path, watched, StopAtOnce(), max_steps=steps)
     assert watched.results[0].settings["num_samples"] == count and len(watched.results[0].scores) == 2 * count
     out = capsys.readouterr().out
-    assert f"at [40, 56] tokens, {count} samples each (chosen)" in out
+    assert f"at 40, 56 tokens, {count} samples each (chosen)" in out
     ends = 2 * count * 96 / (steps * 192)
     assert f"cost: the first and the last take about {ends:.2%} of the training (estimated from tokens)" in out
     assert ("even 4 samples each cost more than share=100.00%" in out) == (ends > 1)

@@ -40,7 +40,7 @@ def test_inside_a_guard_with_a_restore_at_the_end(tmp_path: Path, capsys) -> Non
         "4:recall_restored/@56",
     ]
     assert read_recall(tmp_path / "routeguard" / "recall.jsonl", restored=True)[4] == watched.restored
-    assert "recall probe: demo_needles at [40, 56] tokens" in capsys.readouterr().out
+    assert "recall probe: demo_needles at 40, 56 tokens" in capsys.readouterr().out
     guard.detach()
     assert not any(isinstance(c, (RouteGuard, RecallProbe)) for c in trainer.callback_handler.callbacks)
 

@@ -65,7 +65,7 @@ def test_text_rows_hide_and_answer(capsys) -> None:
     tokenizer = byte_bpe()
     call = {"lengths": (400, 500), "tasks": ["niah_single_2", "niah_multikey_1"], "fill": {"source": None}}
     mixed = replay(own(90, "text"), tokenizer, 0.1, **call)
-    assert "10 of 100 rows ask niah_single_2, niah_multikey_1 at [400, 500] tokens" in capsys.readouterr().out
+    assert "10 of 100 rows ask niah_single_2, niah_multikey_1 at 400, 500 tokens" in capsys.readouterr().out
     assert len(mixed) == 100 and mixed.column_names == ["prompt", "completion", "source"]
     assert [row["source"] for row in mixed if row["source"]] == [f"row {i}" for i in range(90)]  # kept, in order
     added = new_rows(mixed)

@@ -109,7 +109,10 @@ def drift_report(run: str | Path) -> DriftReport:
     places = [given] if given.is_file() else [given / "drift.jsonl", *sorted(given.glob("*/drift.jsonl"))]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
-        raise ValueError(f"no drift.jsonl at {given} or one folder below; RouteGuard writes it while a run goes on")
+        raise ValueError(
+            f"no drift.jsonl at {given} or one folder below; RouteGuard writes it while a run goes on. To compare two "
+            "checkpoints: `routeguard drift BASE TUNED`"
+        )
     try:
         header, samples = read_record(found) if found.stat().st_size else ({}, [])
     except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, TypeError) as error:

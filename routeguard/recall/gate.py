@@ -92,6 +92,13 @@ class GateReport:
             f"gate {verdict}: a drop of at least {100 * self.max_drop:g} points fails where it is significant at "
             f"{100 * self.confidence:g} % by both tests"
         )
+        low = [row for row in self.rows if row.before < self.max_drop - 1e-9]
+        if low:
+            where = ", ".join(f"@{row.length_tokens}" for row in low)
+            lines.append(
+                f"note: {where}: recall before was below {self.max_drop:.2f}, "
+                f"so no drop of {100 * self.max_drop:g} points can show; measure tasks and lengths that BEFORE can do"
+            )
         few, needed = min(row.count for row in self.rows), fewest_losses(self.confidence)
         if needed / few > self.max_drop + 1e-9:
             lines.append(

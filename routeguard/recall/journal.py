@@ -35,7 +35,7 @@ class Journal:
             self._read(header)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(header) + "\n", encoding="utf-8")
+            self._begin(header)
         self._numbers = {_number(score) for score in self._known.values()}
 
     def score_of(self, sample: Sample) -> SampleScore | None:
@@ -59,6 +59,9 @@ class Journal:
         with self.path.open("a", encoding="utf-8") as stream:
             stream.writelines(json.dumps(score.to_dict()) + "\n" for score in scores)
 
+    def _begin(self, header: dict[str, Any]) -> None:
+        self.path.write_text(json.dumps(header) + "\n", encoding="utf-8")
+
     def _read(self, header: dict[str, Any]) -> None:
         lines = self.path.read_text(encoding="utf-8").split("\n")
         try:
@@ -67,9 +70,13 @@ class Journal:
             raise ValueError(f"{self.path} is not a recall journal; name another file") from None
         if found != header:
             theirs = found.get("settings", {}) if isinstance(found, dict) else {}
+            if theirs and not any(lines[1:]):  # begun and stopped before the first score: nothing would be lost
+                self._begin(header)
+                return
             changed = [n for n, v in header["settings"].items() if theirs.get(n) != v] or ["schema_version"]
             raise ValueError(
-                f"{self.path} was begun with another {', '.join(changed)}; go on with the same call, or delete the file"
+                f"{self.path} was begun with other settings ({', '.join(changed)}); go on with the same call, "
+                "or delete the file"
             )
         whole = [lines[0]]
         for number, line in enumerate(lines[1:], start=2):

@@ -142,10 +142,10 @@ def measure_recall(
     if not insist:
         refuse_beyond_positions(model, max(plan.lengths))
     settings = {**plan.to_dict(), "method": method, "chat": chat}
+    for task, length in plan.cells():  # refusals before the first long forward pass, and before a file is begun
+        plan.sample(encoder, task, length, 0)
     journal = None if resume is None else Journal(Path(resume), {**settings, "fingerprint": fingerprint(model)})
     settings["model"] = _name(model)
-    for task, length in plan.cells():  # refusals before the first long forward pass
-        plan.sample(encoder, task, length, 0)
 
     def answer(batch: list[Sample]) -> list[SampleScore]:
         if method == "generated":

@@ -14,9 +14,9 @@ from routeguard.recall.checks import check_at_least_one, check_lengths, check_pr
 from routeguard.recall.haystack_use import chosen_haystack
 from routeguard.recall.probe_budget import affordable
 from routeguard.recall.probe_failures import Failures, release_memory
-from routeguard.recall.probe_record import RECORD_FILE, append_failure, append_record, begin_record
+from routeguard.recall.probe_record import RECORD_FILE, append_failure, append_record, begin_record, read_probe_record
 from routeguard.recall.probe_samples import ProbeSamples, probe_samples
-from routeguard.recall.probe_summary import closing, opening
+from routeguard.recall.probe_summary import closing, nothing_recalled, opening
 from routeguard.recall.quiet import undisturbed, unwrapped
 from routeguard.recall.registry import find_tasks
 from routeguard.recall.result import RecallResult
@@ -104,6 +104,7 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
         self._trainer: Any = None
         self._asked: ProbeSamples | None = None
         self._first: dict[int, float] = {}
+        self._earlier: dict[int, RecallResult] = {}  # of a resumed run
         self._last = _LastMeasurement(self)
 
     def attach(self, trainer: Any) -> RecallProbe:
@@ -145,8 +146,11 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
             limited=self.max_drop is not None,
             insist=self.insist,
         )
+        self._earlier = read_probe_record(record)
         print(self._opening(self._asked), flush=True)
         self._measure(self._asked, model, args, state, control)  # a failure here ends the training before it began
+        if warning := nothing_recalled(self._first):
+            print(warning, flush=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
@@ -162,7 +166,8 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.measure_last(args, state, control, kwargs["model"])
         if state.is_world_process_zero and self._asked is not None:
-            print(closing(self.results, self._spent, time.monotonic() - self._began, self.failures), flush=True)
+            total = time.monotonic() - self._began
+            print(closing(self.results, self._spent, total, self.failures, self._earlier), flush=True)
 
     def measure_last(self, args: Any, state: Any, control: Any, model: Any) -> None:
         """Measure the last step, unless that was done: the decision to stop can fall after the probe's turn."""

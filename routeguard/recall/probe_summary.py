@@ -29,8 +29,9 @@ def opening(
         notes: about the haystack.
     """
     often = f"every {every} steps" if every else f"as often as {share:.0%} of the time allows"
+    tokens = ", ".join(str(length) for length in sorted(set(lengths)))
     lines = [
-        f"routeguard: recall probe: {', '.join(tasks)} at {sorted(set(lengths))} tokens, {budget.num_samples} samples "
+        f"routeguard: recall probe: {', '.join(tasks)} at {tokens} tokens, {budget.num_samples} samples "
         f"each{' (chosen)' if budget.chosen else ''}, {often}, and before and after the training",
         f"  {_cost(budget, every, share)}",
     ]
@@ -39,11 +40,28 @@ def opening(
     return "\n".join([*lines, *(f"  note: {note}" for note in notes)])
 
 
-def closing(results: Mapping[int, RecallResult], spent: float, total: float, failures: Failures) -> str:
+def nothing_recalled(first: Mapping[int, float]) -> str | None:
+    """What to say where the first accuracies, by length, are all zero: such a probe cannot see a loss."""
+    if any(first.values()):
+        return None
+    return (
+        "routeguard: recall probe: nothing was recalled at the first measurement, so no loss can show; ask what the "
+        "model can do before the training (tasks=, lengths=), or leave the probe out"
+    )
+
+
+def closing(
+    results: Mapping[int, RecallResult],
+    spent: float,
+    total: float,
+    failures: Failures,
+    earlier: Mapping[int, RecallResult] | None = None,
+) -> str:
     """What was measured, what it cost, and what failed.
 
     Args:
         results: by step.
+        earlier: of the same run before it was resumed, by step; none by default.
         spent: seconds that making samples and all measurements took, failed ones too.
         total: seconds since the training began.
         failures: what went wrong.
@@ -51,9 +69,10 @@ def closing(results: Mapping[int, RecallResult], spent: float, total: float, fai
     cost = f"{spent:.1f} s of {total:.1f} s, {spent / max(total, 1e-9):.1%} of the training"
     lines = [f"routeguard: recall probe: {len(results)} measurements and their samples ({cost})"]
     if results:
-        first, last = results[min(results)], results[max(results)]
+        run = {**(earlier or {}), **results}
+        first, last = run[min(run)], run[max(run)]
         fell = (f"{first.accuracy(length=n):.2f} to {last.accuracy(length=n):.2f} at {n} tokens" for n in first.lengths)
-        lines[0] += f"; recall from step {min(results)} to {max(results)}: {', '.join(fell)}"
+        lines[0] += f"; recall from step {min(run)} to {max(run)}: {', '.join(fell)}"
     if failures.found:
         lines.append(f"  {failures}")
     return "\n".join(lines)

@@ -91,7 +91,8 @@ def replay(
     rows = [{**filling, **_row(sample, style)} for sample in samples]
     print(
         f"routeguard: replay: {count} of {len(dataset) + count} rows ask {', '.join(task.name for task in chosen)} at "
-        f"{list(lengths)} tokens; a probe on these kinds proves little (their names and values are not the probe's)",
+        f"{', '.join(map(str, lengths))} tokens; a probe on these kinds proves little "
+        "(their names and values are not the probe's)",
         flush=True,
     )
     if style == "messages":
