@@ -5,13 +5,19 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
-from routeguard import Anchor, Average, Freeze, Interpolate, LowLR, QKRestore, RouteGuard, Track
+from routeguard import Anchor, Average, Freeze, Interpolate, LowLR, QKRestore, RouteGuard, Track, find_routes
+from routeguard.demo.model import WEIGHTS
 from routeguard.integrations.llamafactory import split_config
 from routeguard.integrations.settings import guard_from_settings
 from tests.docs_pages import ROOT, blocks, wrong_names
@@ -179,6 +185,53 @@ def test_python_that_cannot_run_without_its_tool_names_what_exists(block: Any) -
     ast.parse(block.code)
     code = re.sub(r"^from routeguard\.integrations\.swift import register$", "", block.code, flags=re.MULTILINE)
     assert not wrong_names(code, {"register": RouteGuard})
+
+
+@pytest.fixture
+def trl_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Runs the page's script for configs of `trl sft` over the demo's model: the folder that it wrote."""
+    (block,) = (block for block in PYTHON_NOT_RUN if block.code.startswith("# guarded_sft.py"))
+    (tmp_path / "data").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "data" / f"{split}.jsonl").write_text('{"text": "let k07 3 = 3 ; let k08 k07 + 1 = 4 ;"}\n' * 16)
+
+    def run(**settings: Any) -> Path:
+        common = {"model_name_or_path": str(WEIGHTS), "dataset_name": str(tmp_path / "data"), "max_steps": 2}
+        common |= {"output_dir": str(tmp_path / "out"), "use_cpu": True, "bf16": False, "report_to": "none"}
+        config = tmp_path / "sft.yaml"
+        config.write_text(yaml.safe_dump({**common, "learning_rate": 1e-3, "save_strategy": "no", **settings}))
+        monkeypatch.setattr(sys, "argv", ["guarded_sft.py", "--config", str(config)])
+        exec(compile(block.code, "guarded_sft.py", "exec"), {"__name__": "__main__"})
+        return tmp_path / "out"
+
+    return run
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_script_for_trl_guards_a_config(trl_script: Callable[..., Path]) -> None:
+    out = trl_script(dtype="float32")
+    start, tuned = load_file(WEIGHTS / "model.safetensors"), load_file(out / "model.safetensors")
+    held = set(find_routes(WEIGHTS).parameters)
+    assert all(torch.equal(start[name], tuned[name]) == (name in held) for name in tuned)
+    assert (out / "routeguard").is_dir()
+    with pytest.raises(ValueError, match="banana"):
+        trl_script(banana=3)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+def test_the_script_for_trl_quantises_and_evaluates(
+    trl_script: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapters = {"use_peft": True, "lora_target_modules": "all-linear", "lora_r": 4, "load_in_4bit": True}
+    out = trl_script(**adapters, eval_strategy="steps", eval_steps=1)
+    moved = {
+        name: bool(b.any()) for name, b in load_file(out / "adapter_model.safetensors").items() if "lora_B" in name
+    }
+    held = {name: name.endswith(("q_proj.lora_B.weight", "k_proj.lora_B.weight")) for name in moved}
+    assert sum(held.values()) == 4 and all(moved[name] != held[name] for name in moved)
+    printed = capsys.readouterr().out
+    assert "eval_loss" in printed and "12.0 KiB" in printed  # of 48 KiB in float32
 
 
 def test_sections_on_the_page_are_understood() -> None:
