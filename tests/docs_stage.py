@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 import trl
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, Lfm2Config, Lfm2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Lfm2ForCausalLM
 from trl import SFTTrainer
 
 import routeguard
@@ -25,7 +24,7 @@ from routeguard.demo.run import plain_arguments
 from routeguard.diagnostics import needle_prompt as needle_prompts
 from routeguard.routes import table
 from tests.docs_pages import Block
-from tests.recall_tokenizers import byte_bpe
+from tests.tiny_chat import save_both, tiny_chat
 from tests.tuned import tune
 
 STEPS = 2
@@ -34,28 +33,13 @@ _THOUGHTS = "First we count the apples. Wait, there are two baskets. So the sum 
 
 def prepare(folder: Path) -> None:
     """Write what the pages call BASE, TUNED and so on into `folder`: LFM2 of two layers, one of full attention."""
-    tokenizer = byte_bpe(chat=True)
-    torch.manual_seed(0)
-    config = Lfm2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        full_attn_idxs=[1],
-        block_auto_adjust_ff_dim=False,
-        max_position_embeddings=32768,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+    model, tokenizer = tiny_chat(
+        Lfm2ForCausalLM, full_attn_idxs=[1], block_auto_adjust_ff_dim=False, max_position_embeddings=32768
     )
-    model = Lfm2ForCausalLM(config).float()
     for name in ("BASE", "path/of/the/starting/checkpoint", "path/or/model/or/state dict/or/run folder"):
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+        save_both(model, tokenizer, folder / name)
     tune(model)
-    model.save_pretrained(folder / "TUNED")
-    tokenizer.save_pretrained(folder / "TUNED")
+    save_both(model, tokenizer, folder / "TUNED")
 
 
 def conversations() -> Dataset:

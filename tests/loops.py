@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from routeguard import find_routes
 from routeguard.protect.rows import take_rows
 from routeguard.routes.collection import Routes
 from tests.zoo.build import build
@@ -51,8 +52,9 @@ def train(
         model.zero_grad()
 
 
-def routed_values(model: nn.Module, routes: Routes) -> dict[str, Tensor]:
-    """Name to a copy of the routed rows."""
+def routed_values(model: nn.Module, routes: Routes | None = None) -> dict[str, Tensor]:
+    """Name to a copy of the routed rows, by default those of `find_routes`."""
+    routes = find_routes(model) if routes is None else routes
     parameters = dict(model.named_parameters())
     return {
         name: take_rows(parameters[name].detach(), routes.rows_of(name), dim_of(routes, name)).clone()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import TrainerCallback
 from trl import BEMACallback
 
@@ -20,10 +20,6 @@ from tests.trainers import MODES, make, run
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 CASES = ["lfm2", "qwen3_5_text"]  # whole tensors; rows beside a gate's
-
-
-def held(model: nn.Module) -> dict[str, Tensor]:
-    return routed_values(model, find_routes(model))
 
 
 class Average(TrainerCallback):
@@ -54,7 +50,7 @@ class Average(TrainerCallback):
 @pytest.mark.parametrize("case", CASES)
 def test_an_average_of_frozen_rows_is_what_they_were(case: str, live: bool, tmp_path: Path) -> None:
     trainer = run(tiny(case), tmp_path, RouteGuard(), Average(live=live))
-    assert_same(held(tiny(case)), held(trainer.model))
+    assert_same(routed_values(tiny(case)), routed_values(trainer.model))
 
 
 @pytest.mark.parametrize("live", [False, True], ids=["at_the_end", "each_step"])
@@ -71,9 +67,9 @@ def test_a_restore_comes_after_an_average_that_is_swapped_in(case: str, guard_fi
     callbacks = [guard, Average()] if guard_first else [Average(), guard]
     with pytest.warns(UserWarning, match="wrote over the restored queries and keys"):
         trainer = run(tiny(case), tmp_path / "restored", *callbacks)
-    assert_same(held(tiny(case)), held(trainer.model))
+    assert_same(routed_values(tiny(case)), routed_values(trainer.model))
     plain = run(tiny(case), tmp_path / "plain", Average())
-    assert_moved(held(tiny(case)), held(plain.model))
+    assert_moved(routed_values(tiny(case)), routed_values(plain.model))
     routed = find_routes(plain.model).parameters
     ours, theirs = dict(trainer.model.named_parameters()), dict(plain.model.named_parameters())
     assert all(torch.equal(ours[name], value) for name, value in theirs.items() if name not in routed)
@@ -83,8 +79,8 @@ def test_a_partial_restore_is_that_of_the_average(tmp_path: Path) -> None:
     """Halfway from the average to the start, and not a second time halfway."""
     restored = run(tiny(), tmp_path / "a", RouteGuard(Track(), Interpolate(0.5)), Average())
     plain = run(tiny(), tmp_path / "b", Average())
-    start, average = held(tiny()), held(plain.model)
-    for name, value in held(restored.model).items():
+    start, average = routed_values(tiny()), routed_values(plain.model)
+    for name, value in routed_values(restored.model).items():
         torch.testing.assert_close(value, (start[name] + average[name]) / 2)
 
 
@@ -98,7 +94,7 @@ def test_no_second_restore_where_nobody_writes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_bema_saves_a_restored_average(case: str, tmp_path: Path) -> None:
-    routes, start = find_routes(tiny(case)), held(tiny(case))
+    routes, start = find_routes(tiny(case)), routed_values(tiny(case))
     for name, guards in (("restored", [RouteGuard(Track(), QKRestore())]), ("plain", [])):
         run(tiny(case), tmp_path / name, BEMACallback(update_freq=1), *guards)
     averages = {name: load_file(tmp_path / name / "bema" / "model.safetensors") for name in ("restored", "plain")}
@@ -142,13 +138,13 @@ def test_after_an_exception_detach_leaves_nothing_and_the_guard_serves_again(
     assert trainer.optimizer is None or not any("routeguard" in group for group in trainer.optimizer.param_groups)
 
     breaks.broken = False
-    before = held(model)
+    before = routed_values(model)
     trainer.train()  # as if there had been no guard
-    assert_moved(before, held(model))
+    assert_moved(before, routed_values(model))
 
     other = run(tiny(case, seed=1), tmp_path / "other", guard)
     fresh = run(tiny(case, seed=1), tmp_path / "fresh", MODES[mode]())
-    assert_same(held(fresh.model), held(other.model))
+    assert_same(routed_values(fresh.model), routed_values(other.model))
 
 
 def test_a_second_guard_that_is_attached_is_refused(tmp_path: Path) -> None:

@@ -26,10 +26,10 @@ class Keep(TrainerCallback):
         self.rows: dict[int, dict[str, torch.Tensor]] = {}
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.rows[0] = routed_values(model, find_routes(model))
+        self.rows[0] = routed_values(model)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        self.rows[state.global_step] = routed_values(model, find_routes(model))
+        self.rows[state.global_step] = routed_values(model)
 
 
 @pytest.mark.parametrize("case", ["lfm2", "qwen3_next", "phi3", "granitemoehybrid"])
@@ -101,7 +101,7 @@ def test_a_run_too_short_for_a_log_line_says_its_drift_at_the_end(mode: str, tmp
 
 def test_restore_at_the_end_is_what_save_model_sees(tmp_path: Path) -> None:
     start = tiny()
-    before = routed_values(start, find_routes(start))
+    before = routed_values(start)
     trainer = run(tiny(), tmp_path, RouteGuard(Track(), QKRestore()), save_strategy="steps", save_steps=4)
     trainer.save_model(tmp_path / "final")
     final, last = (load_file(tmp_path / name / "model.safetensors") for name in ("final", "checkpoint-4"))
@@ -130,9 +130,9 @@ def test_restore_comes_after_the_best_model_is_loaded_and_before_reporters_end(t
 
     class Uploads(TrainerCallback):
         def on_train_end(self, args, state, control, model=None, **kwargs):
-            ended.update(routed_values(model, find_routes(model)))
+            ended.update(routed_values(model))
 
-    start = routed_values(tiny(), find_routes(tiny()))
+    start = routed_values(tiny())
     trainer = make(
         tiny(),
         tmp_path,
@@ -147,7 +147,7 @@ def test_restore_comes_after_the_best_model_is_loaded_and_before_reporters_end(t
     )
     trainer.train()
     assert_same(start, ended)
-    assert_same(start, routed_values(trainer.model, find_routes(trainer.model)))
+    assert_same(start, routed_values(trainer.model))
 
 
 class Writes(TrainerCallback):

@@ -31,18 +31,18 @@ SETTINGS = {
 @pytest.mark.parametrize("sft", [False, True], ids=["Trainer", "SFTTrainer"])
 def test_freeze_holds_every_bit(case: str, dtype, settings: str, sft: bool, tmp_path: Path) -> None:
     model = tiny(case, dtype=dtype)
-    before = routed_values(model, find_routes(model))
+    before = routed_values(model)
     trainer = run(model, tmp_path, RouteGuard(), sft=sft, **SETTINGS[settings])
-    assert_same(before, routed_values(trainer.model, find_routes(trainer.model)))
+    assert_same(before, routed_values(trainer.model))
 
 
 @pytest.mark.parametrize("case", ["lfm2", "qwen3_next", "phi3", "deepseek_v3"])
 @pytest.mark.parametrize("sft", [False, True], ids=["Trainer", "SFTTrainer"])
 def test_unguarded_the_same_rows_move(case: str, sft: bool, tmp_path: Path) -> None:
     model = tiny(case)
-    before = routed_values(model, find_routes(model))
+    before = routed_values(model)
     trainer = run(model, tmp_path, sft=sft)
-    assert_moved(before, routed_values(trainer.model, find_routes(trainer.model)))
+    assert_moved(before, routed_values(trainer.model))
 
 
 def starting_rows(model: nn.Module, routes: Routes) -> list[tuple[nn.Parameter, Rows | None, Tensor]]:
@@ -163,17 +163,17 @@ def test_model_init_is_frozen_again(tmp_path: Path) -> None:
 
     trainer = run(None, tmp_path, RouteGuard(), trainer_options={"model_init": init})
     assert len(made) >= 2 and trainer.model is made[-1]
-    start = routed_values(tiny(), find_routes(tiny()))
-    assert_same(start, routed_values(trainer.model, find_routes(trainer.model)))
+    start = routed_values(tiny())
+    assert_same(start, routed_values(trainer.model))
 
 
 def test_a_second_train_is_guarded_too(tmp_path: Path) -> None:
     model = tiny("qwen3_next")
-    before = routed_values(model, find_routes(model))
+    before = routed_values(model)
     trainer = run(model, tmp_path, RouteGuard())
     trainer.args.max_steps = 6
     trainer.train()
-    assert_same(before, routed_values(trainer.model, find_routes(trainer.model)))
+    assert_same(before, routed_values(trainer.model))
 
 
 @pytest.mark.parametrize("mode", ["freeze", "low_lr", "anchor", "track"])
@@ -218,12 +218,12 @@ def test_mixed_precision_and_checkpointing_as_trl_has_them(mode: str, case: str,
     """bf16 autocast over float32 weights, gradient checkpointing: TRL's defaults."""
     settings = {"sft": True, "bf16": True, "gradient_checkpointing": True}
     model = tiny(case)
-    before = routed_values(model, find_routes(model))
+    before = routed_values(model)
     trainer = run(model, tmp_path / "a", RouteGuard(mode), **settings)
-    after = routed_values(trainer.model, find_routes(trainer.model))
+    after = routed_values(trainer.model)
     if mode == "freeze":
         assert_same(before, after)
         return
     free = run(tiny(case), tmp_path / "b", **settings)
-    for name, value in routed_values(free.model, find_routes(free.model)).items():
+    for name, value in routed_values(free.model).items():
         assert 0 < (after[name] - before[name]).norm() < 0.8 * (value - before[name]).norm()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,17 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainerCallback
 from transformers.pytorch_utils import Conv1D
 
-from routeguard import Anchor, LowLR, QKRestore, RouteGuard, Track, find_routes, restore
+from routeguard import RouteGuard, Track, find_routes, restore
 from routeguard.drift.record import read_record
 from routeguard.protect.held import held_parameters
 from routeguard.protect.rows import take_rows
+from tests import trainers
 from tests.loops import assert_moved, assert_same, routed_values, tiny
 from tests.trainers import make, run
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-MODES: dict[str, Callable[[], RouteGuard]] = {
-    "freeze": RouteGuard,
-    "low_lr": lambda: RouteGuard(LowLR(0.1)),
-    "anchor": lambda: RouteGuard(Anchor(30.0)),
-    "track": lambda: RouteGuard(Track()),
-    "restored": lambda: RouteGuard(Track(), QKRestore()),
-}
+MODES = {**trainers.MODES, "track": lambda: RouteGuard(Track())}
 QKV = ["q_proj", "k_proj", "v_proj"]
 
 
@@ -185,15 +179,15 @@ def test_lora_plus(mode: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["freeze", "restored"])
 def test_merged_at_the_end(mode: str, case: str, tmp_path: Path) -> None:
     model = adapted(case)
-    before = routed_values(tiny(case), find_routes(tiny(case)))
+    before = routed_values(tiny(case))
     merged = run(model, tmp_path / "guarded", MODES[mode]()).model.merge_and_unload()
-    assert_same(before, routed_values(merged, find_routes(merged)))
+    assert_same(before, routed_values(merged))
     value = next(name for name, _ in merged.named_parameters() if "self_attn.v_proj.weight" in name)
     assert not torch.equal(merged.get_parameter(value), tiny(case).get_parameter(value))
     free = run(adapted(case), tmp_path / "free").model.merge_and_unload()
-    assert_moved(before, routed_values(free, find_routes(free)))
+    assert_moved(before, routed_values(free))
     restore(free, tiny(case))  # merged unguarded, and repaired
-    assert_same(before, routed_values(free, find_routes(free)))
+    assert_same(before, routed_values(free))
 
 
 # -- bitsandbytes' optimizers, full fine-tuning -----------------------------------------------------------------------
@@ -212,18 +206,16 @@ def tuned(case: str, folder: Path, optim: str, *callbacks: TrainerCallback, **op
     return trainer
 
 
-def held(trainer: Trainer) -> dict[str, Tensor]:
-    return routed_values(trainer.model, find_routes(trainer.model))
-
-
 @pytest.mark.parametrize("case", ["lfm2", "qwen3_5_text"])
 @each_optimizer
 def test_8_bit_optimizers_keep_frozen_rows_and_what_track_restores(optim: str, case: str, tmp_path: Path) -> None:
-    start, free = routed_values(tiny(case), find_routes(tiny(case))), tuned(case, tmp_path / "free", optim)
-    assert_moved(start, held(free))
-    assert_same(start, held(tuned(case, tmp_path / "frozen", optim, RouteGuard(), weight_decay=0.1)))
-    assert_same(held(free), held(tuned(case, tmp_path / "tracked", optim, RouteGuard(Track()))))
-    assert_same(start, held(tuned(case, tmp_path / "restored", optim, MODES["restored"]())))
+    start, free = routed_values(tiny(case)), tuned(case, tmp_path / "free", optim)
+    assert_moved(start, routed_values(free.model))
+    assert_same(start, routed_values(tuned(case, tmp_path / "frozen", optim, RouteGuard(), weight_decay=0.1).model))
+    assert_same(
+        routed_values(free.model), routed_values(tuned(case, tmp_path / "tracked", optim, RouteGuard(Track())).model)
+    )
+    assert_same(start, routed_values(tuned(case, tmp_path / "restored", optim, MODES["restored"]()).model))
 
 
 @each_optimizer
@@ -238,15 +230,15 @@ def test_8_bit_optimizers_with_low_lr_equal_two_hand_made_groups(optim: str, tmp
     ]
     plain.optimizer = kind(groups, weight_decay=0.0, **settings)
     plain.train()
-    assert_same(held(plain), held(guarded))
-    assert_moved(held(tuned("lfm2", tmp_path / "free", optim)), held(guarded))
+    assert_same(routed_values(plain.model), routed_values(guarded.model))
+    assert_moved(routed_values(tuned("lfm2", tmp_path / "free", optim).model), routed_values(guarded.model))
 
 
 class PullAfterStep(TrainerCallback):
     """The anchor's definition."""
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.parts = [(model.get_parameter(n), v) for n, v in routed_values(model, find_routes(model)).items()]
+        self.parts = [(model.get_parameter(n), v) for n, v in routed_values(model).items()]
 
     @torch.no_grad()
     def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
@@ -257,8 +249,10 @@ class PullAfterStep(TrainerCallback):
 @each_optimizer
 def test_8_bit_optimizers_with_an_anchor_equal_its_definition(optim: str, tmp_path: Path) -> None:
     guarded = tuned("lfm2", tmp_path / "guarded", optim, MODES["anchor"]())
-    assert_same(held(tuned("lfm2", tmp_path / "plain", optim, PullAfterStep())), held(guarded))
-    assert_moved(held(tuned("lfm2", tmp_path / "free", optim)), held(guarded))
+    assert_same(
+        routed_values(tuned("lfm2", tmp_path / "plain", optim, PullAfterStep()).model), routed_values(guarded.model)
+    )
+    assert_moved(routed_values(tuned("lfm2", tmp_path / "free", optim).model), routed_values(guarded.model))
 
 
 @pytest.mark.parametrize("mode", ["low_lr", "anchor"])
@@ -268,9 +262,8 @@ def test_8_bit_optimizers_cannot_treat_rows_apart(optim: str, mode: str, tmp_pat
         tuned("qwen3_5_text", tmp_path, optim, MODES[mode]())
 
 
-MODES_8_BIT = ["freeze", "low_lr", "anchor", "track", "restored"]
 RESUMED_8_BIT = [
-    *(("lfm2", mode, optim) for mode in MODES_8_BIT for optim in OPTIMIZERS),
+    *(("lfm2", mode, optim) for mode in MODES for optim in OPTIMIZERS),
     *(("qwen3_5_text", mode, optim) for mode in ("freeze", "track") for optim in OPTIMIZERS[:3]),  # rows
 ]
 
@@ -302,11 +295,11 @@ def test_resuming_with_8_bit_and_paged_optimizers_is_bit_identical(
     assert_same(states, optimizer_states(again))
     assert read_record(tmp_path / "routeguard" / "drift.jsonl")[1] == samples
     assert [sample.step for sample in samples] == [1, 2, 3, 4]
-    start = routed_values(tiny(case), find_routes(tiny(case)))
+    start = routed_values(tiny(case))
     if mode in ("freeze", "restored"):
-        assert_same(start, held(again))
+        assert_same(start, routed_values(again.model))
     else:
-        assert_moved(start, held(again))
+        assert_moved(start, routed_values(again.model))
 
 
 def optimizer_states(trainer: Trainer) -> dict[str, Tensor]:

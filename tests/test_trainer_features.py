@@ -20,7 +20,7 @@ from trl import SFTConfig, SFTTrainer
 from routeguard import RouteGuard, find_routes
 from routeguard.drift.record import read_record
 from tests.loops import HIGH, LOW, assert_moved, assert_same, routed_values, tiny
-from tests.trainers import MODES, dataset, parameters, run, settings, tokenizer
+from tests.trainers import MODES, dataset, drifts, parameters, run, settings, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -29,17 +29,9 @@ each_mode = pytest.mark.parametrize("mode", MODES)
 each_case = pytest.mark.parametrize("case", CASES)
 
 
-def held(model: nn.Module) -> dict[str, Tensor]:
-    return routed_values(model, find_routes(model))
-
-
-def drifts(trainer: Trainer) -> list[float]:
-    return [line["routeguard/drift_max"] for line in trainer.state.log_history if "routeguard/drift_max" in line]
-
-
 def check(mode: str, trainer: Trainer, free: Trainer, start: dict[str, Tensor]) -> None:
     """Held rows as the mode promises, against a run without a guard, and the drift that was logged."""
-    now, unguarded = held(trainer.model), held(free.model)
+    now, unguarded = routed_values(trainer.model), routed_values(free.model)
     assert_moved(start, unguarded)
     if mode in ("freeze", "restored"):
         assert_same(start, now)
@@ -70,7 +62,7 @@ def test_auto_find_batch_size_tries_again_from_the_first_start(mode: str, case: 
 
     trainer, free = tried("guarded", MODES[mode]()), tried("free")
     assert trainer._train_batch_size == 1
-    check(mode, trainer, free, held(tiny(case)))
+    check(mode, trainer, free, routed_values(tiny(case)))
     _, samples = read_record(tmp_path / "guarded" / "routeguard" / "drift.jsonl")
     assert [sample.step for sample in samples] == [1, 2, 3, 4]
     if mode == "restored":  # the second attempt starts where the first one left the weights, and measures from there
@@ -93,7 +85,7 @@ def test_model_init_and_a_second_train(mode: str, case: str, tmp_path: Path) -> 
         assert first == drifts(trainer)
         return trainer
 
-    check(mode, twice("guarded", MODES[mode]()), twice("free"), held(tiny(case)))
+    check(mode, twice("guarded", MODES[mode]()), twice("free"), routed_values(tiny(case)))
 
 
 @each_case
@@ -112,12 +104,12 @@ def test_compiled_models(way: str, mode: str, case: str, tmp_path: Path) -> None
 
     trainer, model = compiled("guarded", [MODES[mode]()])
     reference, _ = compiled("plain", [MODES[mode]()], plain=True)
-    assert_same(held(reference.model), held(model))
+    assert_same(routed_values(reference.model), routed_values(model))
     assert drifts(trainer) == drifts(reference)
     if mode in ("freeze", "restored"):
-        assert_same(held(tiny(case)), held(model))
+        assert_same(routed_values(tiny(case)), routed_values(model))
     else:
-        assert_moved(held(tiny(case)), held(model))
+        assert_moved(routed_values(tiny(case)), routed_values(model))
 
 
 @each_case
@@ -134,7 +126,7 @@ def test_best_model_early_stopping_and_weights_only_checkpoints(mode: str, case:
 
     trainer, free = stopped("guarded", MODES[mode]()), stopped("free")
     assert trainer.state.global_step == 4 and trainer.state.best_model_checkpoint.endswith("checkpoint-2")
-    check(mode, trainer, free, held(tiny(case)))
+    check(mode, trainer, free, routed_values(tiny(case)))
     best = tmp_path / "guarded" / "checkpoint-2"
     assert (best / "routeguard.json").is_file() and not (best / "optimizer.pt").exists()
     saved = load_file(best / "model.safetensors")
@@ -177,7 +169,7 @@ def test_a_run_goes_on_from_weights_alone(mode: str, tmp_path: Path) -> None:
     first = run(tiny(), tmp_path, MODES[mode](), **options)
     again = run(tiny(seed=1), tmp_path, MODES[mode](), resume=str(tmp_path / "checkpoint-2"), **options)
     if mode in ("freeze", "restored"):
-        assert_same(held(tiny()), held(again.model))
+        assert_same(routed_values(tiny()), routed_values(again.model))
     else:
         assert drifts(again)[-1] > drifts(first)[0]  # measured from the run's start, not from the checkpoint
 
@@ -207,7 +199,7 @@ def test_packing_and_padding_free(mode: str, case: str, packed: str, tmp_path: P
 
     trainer = trained("guarded", MODES[mode]())
     assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape[0] == 1  # sequences beside each other
-    check(mode, trainer, trained("free"), held(tiny(case)))
+    check(mode, trainer, trained("free"), routed_values(tiny(case)))
 
 
 @pytest.mark.skipif(find_spec("liger_kernel") is None, reason="liger-kernel is not installed (its kernels need a GPU)")
@@ -217,7 +209,7 @@ def test_liger(mode: str, tmp_path: Path) -> None:
         run(tiny("llama"), tmp_path / name, *guards, use_liger_kernel=True)
         for name, guards in (("guarded", [MODES[mode]()]), ("free", []))
     )
-    check(mode, trainer, free, held(tiny("llama")))
+    check(mode, trainer, free, routed_values(tiny("llama")))
 
 
 @pytest.mark.skipif(
@@ -248,4 +240,4 @@ def test_forwards_that_are_replaced_on_the_instances_as_liger_does(
         for name, guards in (("guarded", [MODES[mode]()]), ("free", []))
     )
     assert replaced and calls
-    check(mode, trainer, free, held(tiny("llama")))
+    check(mode, trainer, free, routed_values(tiny("llama")))

@@ -18,7 +18,7 @@ from routeguard import Anchor, LowLR, QKRestore, RouteGuard, Track, find_routes
 from routeguard.protect.held import lora_pairs
 from routeguard.protect.rows import clear_rows, take_rows
 from tests.loops import assert_moved, assert_same, routed_values, tiny
-from tests.trainers import parameters, settings, tokenizer
+from tests.trainers import drifts, parameters, settings, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -70,10 +70,6 @@ def trained(request: pytest.FixtureRequest) -> Run:
     return TRAINERS[request.param]
 
 
-def held(model: nn.Module) -> dict[str, Tensor]:
-    return routed_values(model, find_routes(model))
-
-
 def beside(model: nn.Module) -> dict[str, Tensor]:
     """Everything that is not held: whole parameters, and the free rows of the others (held rows as zeros)."""
     routes, rest = find_routes(model), {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -86,15 +82,11 @@ def beside(model: nn.Module) -> dict[str, Tensor]:
     return rest
 
 
-def drifts(trainer: Trainer) -> list[float]:
-    return [line["routeguard/drift_max"] for line in trainer.state.log_history if "routeguard/drift_max" in line]
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_freeze_holds_every_bit_and_the_rest_learns(trained: Run, case: str, tmp_path: Path) -> None:
     frozen, free = trained(tiny(case), tmp_path / "frozen", RouteGuard()), trained(tiny(case), tmp_path / "free")
-    assert_same(held(tiny(case)), held(frozen.model))
-    assert_moved(held(tiny(case)), held(free.model))
+    assert_same(routed_values(tiny(case)), routed_values(frozen.model))
+    assert_moved(routed_values(tiny(case)), routed_values(free.model))
     start, unguarded = beside(tiny(case)), beside(free.model)
     learns = [name for name in start if not torch.equal(start[name], unguarded[name])]
     assert len(learns) > 0.9 * len(start)
@@ -106,9 +98,9 @@ def test_freeze_holds_every_bit_and_the_rest_learns(trained: Run, case: str, tmp
 def test_the_papers_method_trains_as_without_a_guard_and_puts_back(trained: Run, case: str, tmp_path: Path) -> None:
     restored = trained(tiny(case), tmp_path / "restored", RouteGuard(Track(), QKRestore()))
     free = trained(tiny(case), tmp_path / "free")
-    assert_same(held(tiny(case)), held(restored.model))
+    assert_same(routed_values(tiny(case)), routed_values(restored.model))
     assert_same(beside(free.model), beside(restored.model))
-    assert_moved(held(tiny(case)), held(free.model))
+    assert_moved(routed_values(tiny(case)), routed_values(free.model))
     before = next(
         line["routeguard/drift_before_restore"]
         for line in restored.state.log_history

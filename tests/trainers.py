@@ -98,6 +98,11 @@ def parameters(trainer: Trainer) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
 
 
+def drifts(trainer: Trainer) -> list[float]:
+    """The largest drift in each log line that has one."""
+    return [line["routeguard/drift_max"] for line in trainer.state.log_history if "routeguard/drift_max" in line]
+
+
 def tokenizer() -> Any:
     """The smallest tokenizer TRL accepts: words "w2" to "w79", apart by spaces."""
     from tokenizers import Tokenizer
