@@ -82,9 +82,9 @@ def test_a_whole_model_with_an_adapter_is_refused(where: str, side: str, tmp_pat
         save_file({**load_file(file), **extra}, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match="holds a whole model and an adapter"):
         restore_checkpoint(tmp_path / "base", tmp_path / "tuned", out=tmp_path / "out")
-    if side == "tuned":
+    for compare in (checkpoint_drift, verify_checkpoint):
         with pytest.raises(ValueError, match="holds a whole model and an adapter"):
-            checkpoint_drift(tmp_path / "base", tmp_path / "tuned")
+            compare(tmp_path / "base", tmp_path / "tuned")
 
 
 def test_a_base_with_weights_of_its_own_is_taken_at_its_own(tmp_path: Path) -> None:

@@ -21,13 +21,13 @@ from routeguard.checkpoint.new_folder import copied_with
 from routeguard.checkpoint.patch import Patch
 from routeguard.checkpoint.row_plan import Progress, no_progress
 from routeguard.checkpoint.same_meaning import compare_meaning
-from routeguard.checkpoint.start import Start, open_start, read_routes, refuse_adapters, refuse_quantised
+from routeguard.checkpoint.start import Start, open_plain, open_start, read_routes
 from routeguard.checkpoint.target import free_place, refuse_base
 from routeguard.protect.adapter_inits import ZERO_B_INITS
 from routeguard.protect.modes import checked_alpha
 from routeguard.restoration.average_report import AverageReport, without_start
 from routeguard.storage.floats import Floats, to_bytes, to_bytes_at_random, to_floats
-from routeguard.storage.folder import adapter_file, checkpoint_config, is_adapter, stored_checkpoint, stored_tensors
+from routeguard.storage.folder import adapter_file, is_adapter_folder, stored_tensors
 from routeguard.storage.header import FLOATS, StoredTensor
 from routeguard.storage.hub import local_folder
 from routeguard.storage.row_bytes import Slice
@@ -75,7 +75,7 @@ def average_checkpoint(
     start = open_start(base_folder)
     if start.is_sidecar:
         raise ValueError(f"{start.origin} holds the routing rows only; averaging needs the whole start as BASE")
-    plan = _plan_adapter if is_adapter(tuned) else _plan_checkpoint
+    plan = _plan_adapter if is_adapter_folder(tuned) else _plan_checkpoint
     pieces, notes = plan(tuned, start, alpha, insist)
     prepare = partial(_job, base_folder, tuned, target, start, alpha, pieces, notes, progress)
     return copied_with(tuned, target, prepare, progress)[0].report
@@ -160,10 +160,7 @@ def _wide(values: Floats, dtype: str) -> Floats:
 
 
 def _plan_checkpoint(tuned: Path, start: Start, alpha: float, insist: bool) -> tuple[list[_Piece], tuple[str, ...]]:
-    config = checkpoint_config(tuned)
-    refuse_quantised(tuned, config)
-    stored = stored_checkpoint(tuned)
-    refuse_adapters(tuned, stored)
+    config, stored = open_plain(tuned)
     notes = (*start.notes, *compare_meaning(tuned, config, read_routes(tuned, config, stored), start, insist=insist))
     floats = {name: tensor for name, tensor in stored.items() if tensor.dtype in FLOATS}
     missing = [name for name, tensor in floats.items() if not _fits(tensor, start.tensors.get(name))]

@@ -17,10 +17,10 @@ import numpy as np
 from routeguard.checkpoint.in_place import refuse_interrupted
 from routeguard.checkpoint.row_plan import Progress, RowRestore, by_place_notes, no_progress, plan_rows, prefetch
 from routeguard.checkpoint.same_meaning import compare_meaning
-from routeguard.checkpoint.start import open_start, read_routes, refuse_adapters, refuse_quantised
+from routeguard.checkpoint.start import open_plain, open_start, read_routes
 from routeguard.routes.collection import ROUTING_ROLES, Role, Route, Routes
 from routeguard.storage.floats import Floats, float_type, to_floats
-from routeguard.storage.folder import checkpoint_config, is_adapter, stored_checkpoint
+from routeguard.storage.folder import is_adapter_folder
 from routeguard.storage.hub import local_folder
 from routeguard.storage.row_bytes import CHUNK_BYTES, Slice
 
@@ -128,15 +128,12 @@ def checkpoint_drift(
     tuned_folder, base_folder = Path(tuned), local_folder(str(base))
     if not tuned_folder.is_dir():
         raise ValueError(f"{tuned_folder} is not a folder with a checkpoint")
-    if is_adapter(tuned_folder):
+    if is_adapter_folder(tuned_folder):
         raise ValueError(
             f"{tuned_folder} is an adapter folder: the drift on disk is that of whole weights. Merge it first, or read "
             "the run's own drift.jsonl"
         )
-    config = checkpoint_config(tuned_folder)
-    refuse_quantised(tuned_folder, config)
-    stored = stored_checkpoint(tuned_folder)
-    refuse_adapters(tuned_folder, stored)
+    config, stored = open_plain(tuned_folder)
     refuse_interrupted(tuned_folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)

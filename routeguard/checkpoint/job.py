@@ -14,12 +14,12 @@ import routeguard
 from routeguard.checkpoint.patch import Patch
 from routeguard.checkpoint.row_plan import Progress, RowRestore, by_place_notes, plan_rows
 from routeguard.checkpoint.same_meaning import compare_meaning
-from routeguard.checkpoint.start import open_start, read_routes, refuse_adapters, refuse_quantised
+from routeguard.checkpoint.start import open_plain, open_start, read_routes
 from routeguard.protect.modes import Interpolate, QKPro, QKRestore, Restoration
 from routeguard.restoration.report import RestoreReport, conversion_notes, describe_method
 from routeguard.routes.collection import Role, Routes
 from routeguard.routes.heads import Heads, select_heads
-from routeguard.storage.folder import checkpoint_config, is_adapter, stored_checkpoint
+from routeguard.storage.folder import is_adapter_folder
 
 if TYPE_CHECKING:
     from routeguard.checkpoint.examine import Finding
@@ -59,12 +59,9 @@ def open_job(base: Path, tuned: Path, choice: Choice, progress: Progress) -> Cal
 
     Raises ValueError, now or in that function, for everything that `restore_checkpoint` refuses of its two folders.
     """
-    if is_adapter(tuned):
+    if is_adapter_folder(tuned):
         return partial(_adapter_job, base, tuned, choice)
-    config = checkpoint_config(tuned)
-    refuse_quantised(tuned, config)
-    stored = stored_checkpoint(tuned)
-    refuse_adapters(tuned, stored)
+    config, stored = open_plain(tuned)
     with warnings.catch_warnings():  # a pure softmax model is worth a warning when it is guarded, not here
         warnings.simplefilter("ignore", UserWarning)
         routes = read_routes(tuned, config, stored, roles=choice.roles, norms=choice.norms, layers=choice.layers)

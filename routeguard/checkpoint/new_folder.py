@@ -20,7 +20,7 @@ from routeguard.checkpoint.provenance import record_restore
 from routeguard.checkpoint.row_plan import Progress
 from routeguard.storage.copying import Advance, copy_file
 from routeguard.storage.durable import Flusher, sync
-from routeguard.storage.folder import is_adapter, safetensors_files, weight_files
+from routeguard.storage.folder import is_adapter_folder, safetensors_files, weight_files
 from routeguard.storage.locks import folder_lock
 
 # What Trainer, Accelerate and DeepSpeed keep to go on training: it belongs to the tuned weights, not to restored ones.
@@ -35,8 +35,8 @@ def files_to_copy(tuned: Path) -> tuple[list[Path], list[str]]:
     """The files of a checkpoint (relative), and what stays behind: training state, other checkpoints, no files."""
     kept: list[Path] = []
     left_out: list[str] = []
-    repaired = [] if is_adapter(tuned) else safetensors_files(tuned)
-    other_weights = [] if is_adapter(tuned) else [path for path in weight_files(tuned) if path not in repaired]
+    repaired = [] if is_adapter_folder(tuned) else safetensors_files(tuned)
+    other_weights = [] if is_adapter_folder(tuned) else [path for path in weight_files(tuned) if path not in repaired]
     for path in sorted(tuned.iterdir()):
         is_folder = path.is_dir()
         if (_ELSEWHERE if is_folder else _TRAINING_STATE).match(path.name) or path in other_weights:

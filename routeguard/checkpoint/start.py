@@ -83,10 +83,7 @@ def open_start(path: Path) -> Start:
         return _open_sidecar(sidecar)
     if not path.is_dir():
         raise ValueError(f"{path} is neither a checkpoint folder nor a reference that routeguard wrote")
-    config = checkpoint_config(path)
-    refuse_quantised(path, config)
-    tensors = stored_checkpoint(path)
-    refuse_adapters(path, tensors)
+    config, tensors = open_plain(path)
     routes = read_routes(path, config, tensors, roles=ROLES, norms=True, shared=True)
     named = [replace(route, parameter=canonical_name(route.parameter)) for route in routes]
     meaning = meaning_of_config(config, routes)
@@ -100,6 +97,18 @@ def open_start(path: Path) -> Start:
     )
     origin = f"the checkpoint {path}"
     return Start(origin, tensors, {}, named, is_sidecar=False, meaning=meaning, notes=notes, folder=path)
+
+
+def open_plain(folder: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    """`config.json` and the tensors of a checkpoint whose stored weights are what its model computes with.
+
+    Raises ValueError for a quantised one, for one that carries an adapter, and for what is no checkpoint.
+    """
+    config = checkpoint_config(folder)
+    _refuse_quantised(folder, config)
+    tensors = stored_checkpoint(folder)
+    refuse_adapters(folder, tensors)
+    return config, tensors
 
 
 def read_routes(folder: Path, config: dict[str, Any], tensors: Mapping[str, StoredTensor], **options: Any) -> Routes:
@@ -127,7 +136,7 @@ def refuse_adapters(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
         )
 
 
-def refuse_quantised(folder: Path, config: Mapping[str, Any]) -> None:
+def _refuse_quantised(folder: Path, config: Mapping[str, Any]) -> None:
     """Raise ValueError for a checkpoint whose weights are stored quantised."""
     method = quantisation_of(config) or ("gptq" if (folder / "quantize_config.json").is_file() else "")
     if method:

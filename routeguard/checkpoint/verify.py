@@ -11,13 +11,13 @@ from typing import Any
 
 from routeguard.checkpoint.compare import num_differing, why_not_comparable
 from routeguard.checkpoint.in_place import refuse_interrupted
-from routeguard.checkpoint.start import Start, open_start
+from routeguard.checkpoint.start import Start, open_start, refuse_adapters
 from routeguard.routes.collection import ROLES, ROUTING_ROLES, Role, Route, Routes
 from routeguard.routes.find import find_routes
 from routeguard.routes.names import canonical_name
 from routeguard.routes.places import with_places
 from routeguard.storage.floats import is_exact
-from routeguard.storage.folder import is_adapter, stored_checkpoint
+from routeguard.storage.folder import is_adapter_folder, stored_checkpoint
 from routeguard.storage.header import StoredTensor
 from routeguard.storage.hub import local_folder
 from routeguard.storage.row_bytes import Slice
@@ -119,22 +119,25 @@ def verify_checkpoint(
         equal, with a note; where the checkpoint's type is narrower, the start is rounded to it first.
 
     Raises:
-        ValueError: not a checkpoint, nothing in common to compare, or an in-place restore that stopped half way.
+        ValueError: not a checkpoint, one that carries an adapter (its rows are not what the model applies), nothing in
+            common to compare, or an in-place restore that stopped half way.
     """
     folder, start = Path(folder), open_start(local_folder(str(against)))
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder with a checkpoint or an adapter")
     refuse_interrupted(folder)
-    if is_adapter(folder):
+    if is_adapter_folder(folder):
         from routeguard.checkpoint.verify_adapter import check_adapter
 
         checks, notes = check_adapter(folder, start, layers=layers, roles=roles, norms=norms)
     else:
+        stored = stored_checkpoint(folder)
+        refuse_adapters(folder, stored)
         everything = start.is_sidecar and roles is None
         routes = _routes(
             folder, layers, ROLES if everything else roles or ROUTING_ROLES, norms or everything, everything
         )
-        checks, notes = _check_plain(stored_checkpoint(folder), routes, start)
+        checks, notes = _check_plain(stored, routes, start)
     return VerifyReport(str(folder), start.origin, tuple(checks), tuple(notes))
 
 

@@ -20,7 +20,13 @@ from routeguard.routes.in_memory import is_quantised, model_config, model_tensor
 from routeguard.routes.layouts import TensorInfo
 from routeguard.routes.names import canonical_name
 from routeguard.routes.resolve import resolve
-from routeguard.storage.folder import adapter_file, checkpoint_config, is_adapter, stored_checkpoint, stored_tensors
+from routeguard.storage.folder import (
+    adapter_file,
+    checkpoint_config,
+    is_adapter_folder,
+    stored_checkpoint,
+    stored_tensors,
+)
 from routeguard.storage.header import StoredTensor
 from routeguard.storage.row_bytes import read_rows
 
@@ -136,7 +142,7 @@ def _from_path(path: Path, model: nn.Module) -> Source:
     if sidecar is not None:
         return _from_reference(load_reference(sidecar))
     if path.is_dir():
-        if is_adapter(path):
+        if is_adapter_folder(path):
             return _from_files(path, stored_tensors([adapter_file(path)]), model)
         return _from_checkpoint(path)
     if path.suffix != ".safetensors":

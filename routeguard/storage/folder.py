@@ -109,7 +109,7 @@ def holds_model(folder: Path) -> bool:
     return (folder / "config.json").is_file() and any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
 
 
-def is_adapter(folder: Path) -> bool:
+def is_adapter_folder(folder: Path) -> bool:
     """Whether a folder holds a PEFT adapter and no whole model."""
     whole = (SINGLE_NAME, INDEX_NAME)
     return (folder / "adapter_config.json").is_file() and not any((folder / name).is_file() for name in whole)
