@@ -178,7 +178,7 @@ def fine_tune(
     trainer.train()
 
 
-def routing_drift(model: PreTrainedModel, start: Mapping[str, torch.Tensor]) -> float:
+def query_key_drift(model: PreTrainedModel, start: Mapping[str, torch.Tensor]) -> float:
     """Relative Frobenius distance of the full-attention query and key weights from `start`, all of them together."""
     now = dict(model.named_parameters())
     names = dict.fromkeys(route.parameter for route in find_routes(model))
@@ -225,7 +225,7 @@ def run_demo(
         report(f"{name}: measuring", 0, 0)
         recall = {n: evaluate.recall(model, tokenizer, n, num_samples=num_samples) for n in recall_lengths}
         reasoning = evaluate.reasoning(model, tokenizer, num_samples=num_samples)
-        return Row(name, seed, recall, reasoning, routing_drift(model, start), seconds)
+        return Row(name, seed, recall, reasoning, query_key_drift(model, start), seconds)
 
     rows: list[Row] = []
     with _threads(NUM_THREADS):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from routeguard.recall.encoding import MOST_UNKNOWN, share_unknown
+
 if TYPE_CHECKING:
     from torch import Tensor
-
-_MOST_UNKNOWN = 0.05
 
 
 def builtin_prose() -> str:
@@ -41,9 +41,8 @@ def token_rows(tokenizer: Any, text: str, *, num_tokens: int, num_sequences: int
 
 def refuse_many_unknown(tokenizer: Any, ids: Sequence[int]) -> None:
     """Raise ValueError where the tokenizer reads <unk> for over 5 % of a text."""
-    unknown = getattr(tokenizer, "unk_token_id", None)
-    share = 0.0 if unknown is None or not ids else sum(token == unknown for token in ids) / len(ids)
-    if share > _MOST_UNKNOWN:
+    share = share_unknown(tokenizer, ids)
+    if share > MOST_UNKNOWN:
         raise ValueError(
             f"{share:.0%} of the text is unknown to this tokenizer ({tokenizer.unk_token}), so it would be measured on "
             "something else; give a text in its own language"

@@ -12,9 +12,9 @@ from torch import nn
 from routeguard.protect.lora_modules import (
     LinearModule,
     base_layer,
-    find_decoder,
     is_adapter,
     linear_modules,
+    locate_decoder,
     top_level_modules,
 )
 from routeguard.protect.lora_report import coverage_lines, left_out_lines, quiet_routes, summarise, target_notes
@@ -134,7 +134,7 @@ def lora_coverage(peft_model: nn.Module, *, layers: Iterable[int] | None = None,
 def few_layers(peft_model: nn.Module, coverage: LoraCoverage) -> str | None:
     """What to say where the adapters reach fewer than half of the decoder's layers; None where they reach more."""
     routes = quiet_routes(peft_model)
-    decoder = find_decoder(routes)
+    decoder = locate_decoder(routes)
     reached = {*coverage.layers, *(decoder.locate(name)[0] for name in coverage.expert_tensors)} - {None}
     if len(reached) >= FEW_LAYERS * coverage.num_layers:
         return None

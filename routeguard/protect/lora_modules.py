@@ -113,7 +113,7 @@ class Decoder:
         return name.startswith(prefix) and not _TOWER.search(name.removeprefix(prefix))
 
 
-def find_decoder(routes: Routes) -> Decoder:
+def locate_decoder(routes: Routes) -> Decoder:
     """Read off the stacks of decoder layers and the attention modules' place in them."""
     stacks: dict[str, int] = {}
     attention: set[str] = set()
@@ -136,7 +136,7 @@ def linear_modules(
         routes: `find_routes(model)`, all full-attention layers.
         layers: full-attention layers whose queries and keys are routing. Default: all of them.
     """
-    decoder = find_decoder(routes)
+    decoder = locate_decoder(routes)
     held = routes if layers is None else routes.select(layers=layers)
     parameters = dict(model.named_parameters())
     routing = {id(parameters[name]): held.rows_of(name) for name in held.parameters if name in parameters}
@@ -192,7 +192,7 @@ def top_level_modules(modules: Mapping[str, nn.Module]) -> Iterable[tuple[str, n
 
 def expert_tensors(model: nn.Module, routes: Routes) -> tuple[tuple[str, str], ...]:
     """(name, name inside the layer) of the decoder's 3-D parameters outside convolutions: stacked experts."""
-    decoder = find_decoder(routes)
+    decoder = locate_decoder(routes)
     modules = dict(model.named_modules())
     found = []
     for name, parameter in model.named_parameters():

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from routeguard.protect.lora_modules import KIND_NAMES, REASONS, LinearModule, expert_tensors, find_decoder
+from routeguard.protect.lora_modules import KIND_NAMES, REASONS, LinearModule, expert_tensors, locate_decoder
 from routeguard.routes.collection import Routes
 from routeguard.routes.find import find_routes
 from routeguard.routes.names import canonical_name
@@ -120,7 +120,7 @@ def _shared_note(model: nn.Module, adapted: Iterable[LinearModule]) -> str | Non
 
 
 def _experts_note(model: nn.Module, routes: Routes, reached: set[str]) -> str | None:
-    decoder = find_decoder(routes)
+    decoder = locate_decoder(routes)
     left = [(inner, canonical_name(name)) for name, inner in expert_tensors(model, routes)]
     places = [(inner, decoder.locate(name)[0]) for inner, name in left if name not in reached]
     return f"3-D expert tensors are no modules: {summarise(places)}; target_parameters reaches them" if places else None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+MOST_UNKNOWN = 0.05  # share of <unk> in a text, above which it is not in the tokenizer's language
+
 
 class Encoder:
     """One tokenizer, used one way.
@@ -92,13 +94,18 @@ class Encoder:
 
     def refuse_many_unknown(self, ids: Sequence[int], what: str) -> None:
         """Raise ValueError if more than 5 % of a prompt's tokens stand for words that the tokenizer does not know."""
-        unknown = getattr(self.tokenizer, "unk_token_id", None)
-        share = 0.0 if unknown is None else list(ids).count(unknown) / len(ids)
-        if share > 0.05:
+        share = share_unknown(self.tokenizer, ids)
+        if share > MOST_UNKNOWN:
             raise ValueError(
                 f"{what}: {share:.0%} of the prompt's tokens are <unk>, so the text is not in this tokenizer's "
                 "language; give a haystack that is"
             )
+
+
+def share_unknown(tokenizer: Any, ids: Sequence[int]) -> float:
+    """The share of tokens, 0 to 1, that stand for words that the tokenizer does not know."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    return 0.0 if unknown is None or not ids else list(ids).count(unknown) / len(ids)
 
 
 def _is_open(turn: str) -> bool:

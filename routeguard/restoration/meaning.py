@@ -47,13 +47,10 @@ def meaning_of_config(config: Mapping[str, Any], routes: Routes | None = None) -
     return plain
 
 
-def meaning_of(model: nn.Module, routes: Routes | None = None) -> dict[str, Any]:
-    """The facts of a model in memory; empty for a module without a Hugging Face config.
+def meaning_of(model: nn.Module) -> dict[str, Any]:
+    """The facts of a model in memory, wrapped or not; empty for a module without a Hugging Face config.
 
-    Args:
-        model: any `nn.Module`, wrapped or not.
-        routes: routes of the whole model, if at hand. Default: read here (without geometry for a class that the
-            table of architectures does not know).
+    Without geometry for a class that the table of architectures does not know.
     """
     from routeguard.routes.in_memory import model_config, model_tensors
     from routeguard.routes.resolve import resolve
@@ -62,11 +59,10 @@ def meaning_of(model: nn.Module, routes: Routes | None = None) -> dict[str, Any]
         config = model_config(model)
     except ValueError:
         return {}
-    if routes is None:
-        try:
-            routes = resolve(config, model_tensors(model))
-        except ValueError:  # found by the probe: the config still says most of it
-            routes = None
+    try:
+        routes = resolve(config, model_tensors(model))
+    except ValueError:  # found by the probe: the config still says most of it
+        return meaning_of_config(config)
     return meaning_of_config(config, routes)
 
 

@@ -60,13 +60,8 @@ class Found:
     rotary_offset: int = 0
     rotary_width: int | None = None  # None: as the config says
 
-    def extended(self, extra: Iterable[Piece], *, qk_norm: bool | None = None, obstacle: str | None = None) -> Found:
-        return replace(
-            self,
-            pieces=(*self.pieces, *extra),
-            qk_norm=self.qk_norm if qk_norm is None else qk_norm,
-            obstacle=obstacle or self.obstacle,
-        )
+    def extended(self, extra: Iterable[Piece], *, obstacle: str | None = None) -> Found:
+        return replace(self, pieces=(*self.pieces, *extra), obstacle=obstacle or self.obstacle)
 
 
 Layout = Callable[[Block], "Found | None"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from routeguard.routes.collection import Route, Routes
+from routeguard.routes.collection import AttentionLayer, Route, Routes
 
 
 def describe_routes(routes: Routes) -> str:
@@ -38,7 +38,7 @@ def format_bytes(count: int) -> str:
 
 
 def format_rows(route: Route) -> str:
-    """ "all 64 rows", "rows 0-15, 32-47 (32 of 64)"."""
+    """Which rows a route is: "all 64 rows", "rows 0-15, 32-47 (32 of 64)"."""
     total = route.shape[route.dim]
     what = "rows" if route.dim == 0 else "columns" if len(route.shape) == 2 else f"rows of dim {route.dim}"
     if route.rows is None:
@@ -55,10 +55,7 @@ def _describe(route: Route) -> str:
     )
 
 
-def _heads(geometry: object) -> str:
-    from routeguard.routes.collection import AttentionLayer
-
-    assert isinstance(geometry, AttentionLayer)
+def _heads(geometry: AttentionLayer) -> str:
     rotary = f", rotary {geometry.rotary_dim} {geometry.rotary_pairing}" if geometry.rotary_dim else ", no rotary"
     if geometry.product_obstacle and "probe" in geometry.product_obstacle:
         rotary = ""  # not known

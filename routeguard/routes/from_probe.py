@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from routeguard.routes.block import UnknownLayoutError
 from routeguard.routes.collection import AttentionLayer, Kind, Role, Route, Routes, Rows, merge_rows
 from routeguard.routes.config import NUM_HEADS, NUM_KEY_VALUE_HEADS, NUM_LAYERS, first, text_config
-from routeguard.routes.in_memory import is_adapter, model_config, model_tensors
+from routeguard.routes.in_memory import is_adapter_parameter, model_config, model_tensors
 from routeguard.routes.probe import ProbedBlock, ProbedTensor, ProbeResult, probe_routes
 from routeguard.routes.resolve import check_roles, select_layers
 
@@ -90,7 +90,7 @@ def _routes(model: nn.Module, block: ProbedBlock) -> Iterator[Route]:
     shapes = {info.name: info for info in model_tensors(model).values()}
     roles: tuple[Role, ...] = ("query", "key", "value")
     for tensor in block.tensors:
-        if is_adapter(tensor.parameter):
+        if is_adapter_parameter(tensor.parameter):
             continue
         info = shapes[tensor.parameter]
         for role in roles:

@@ -25,8 +25,8 @@ def model_config(model: nn.Module) -> dict[str, Any]:
     config = next((config for config in configs if hasattr(config, "to_dict")), None)
     if config is None:
         raise UnknownLayoutError(
-            f"{type(model).__name__} has no Hugging Face config, so its layers cannot be told apart; "
-            "pass the transformers model (wrapped is fine), or protect parameters by hand with routeguard.protect"
+            f"{type(model).__name__} has no Hugging Face config, so its layers cannot be told apart; pass the "
+            "transformers model (wrapped is fine), or freeze its queries and keys by hand (requires_grad_(False))"
         )
     data: dict[str, Any] = config.to_dict()
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
@@ -54,7 +54,7 @@ def model_tensors(model: nn.Module) -> dict[str, TensorInfo]:
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     tensors: dict[str, TensorInfo] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if is_adapter(name):
+        if is_adapter_parameter(name):
             continue
         owner, _, local = name.rpartition(".")
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
@@ -68,7 +68,7 @@ def model_tensors(model: nn.Module) -> dict[str, TensorInfo]:
     return tensors
 
 
-def is_adapter(name: str) -> bool:
+def is_adapter_parameter(name: str) -> bool:
     """Whether a parameter was added by an adapter (LoRA and its kin) inside a wrapped layer."""
     return _ADAPTER.search(name) is not None
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from routeguard.routes.collection import ROUTING_ROLES, Role, Routes, Rows, merge_rows
 from routeguard.routes.find import find_in_memory
 from routeguard.routes.from_probe import kind_of, probed_rows
-from routeguard.routes.in_memory import is_adapter
+from routeguard.routes.in_memory import is_adapter_parameter
 from routeguard.routes.probe import ProbedBlock, probe_routes
 
 __all__ = ["verify_routes"]
@@ -82,7 +82,7 @@ def _seen(model: nn.Module, blocks: Iterable[ProbedBlock]) -> dict[str, _Seen]:
     seen: dict[str, _Seen] = {}
     for block in blocks:
         for tensor in block.tensors:
-            if is_adapter(tensor.parameter):
+            if is_adapter_parameter(tensor.parameter):
                 continue
             info = seen.setdefault(tensor.parameter, _Seen(block.module, kind_of(model, tensor.parameter)))
             for role in ROUTING_ROLES:

@@ -34,9 +34,9 @@ class Slice:
     def num_bytes(self) -> int:
         return self.num_elements * self.tensor.item_bytes
 
-    def chunks(self, chunk_elements: int | None = None) -> Iterator[bytes]:
+    def chunks(self) -> Iterator[bytes]:
         """The bytes of the rows, as `row_chunks` gives them."""
-        return row_chunks(self.tensor, self.rows, self.dim, chunk_elements=chunk_elements)
+        return row_chunks(self.tensor, self.rows, self.dim)
 
     def read_through(self, buffer: bytearray) -> Iterator[memoryview]:
         """The bytes of the rows, a buffer full at a time, as `read_through` gives them."""
