@@ -44,6 +44,7 @@ meter = track(model, routes)  # before the freeze: what is frozen already could 
 if not args.unguarded:
     frozen = freeze(model, routes)  # before the optimizer is made
 optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=2e-3 if args.tiny else 1e-5)
+schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, args.steps)  # as the Trainer has it
 if not args.unguarded:
     frozen.attach(optimizer)  # for tensors that are held by row, such as gated queries
 
@@ -62,6 +63,7 @@ while step < args.steps:
             optimizer.zero_grad()
         if accelerator.sync_gradients:
             step += 1
+            schedule.step()
             meter.measure(step)
             if step % 10 == 0 or step == args.steps:
                 drift = meter.read()[-1]
@@ -74,6 +76,7 @@ after = measure_recall(tuned, tokenizer, **recall_questions(args.model))
 tuned.save_pretrained(args.output, is_main_process=accelerator.is_main_process, save_function=accelerator.save)
 accelerator.print(f"before\n{before}\nafter\n{after}")
 if accelerator.is_main_process:
+    tokenizer.save_pretrained(args.output)
     print(verify_checkpoint(args.output, args.model))
 accelerator.print(
     "Look at: drift in the step lines, the two recall tables, and whether the saved rows equal the start."

@@ -7,6 +7,7 @@ model gets data of the Hub and TRL's own choice of precision and gradient checkp
 from __future__ import annotations
 
 import random
+import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ def arguments(description: str, *, steps: int, guarded: bool = True) -> Namespac
     parser = ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--model", default=TINY, help="a model of the Hub or a folder; default: the tiny hybrid")
     parser.add_argument("--steps", type=int, default=steps, help="optimizer steps; default: %(default)s")
-    parser.add_argument("--output", type=Path, default=Path("output"), help="folder to write; default: %(default)s")
+    output = Path("output") / Path(sys.argv[0]).stem  # a folder for each script: an adapter beside a model is neither
+    parser.add_argument("--output", type=Path, default=output, help="folder to write; default: %(default)s")
     if guarded:
         parser.add_argument("--unguarded", action="store_true", help="measure the same, but protect nothing")
     args = parser.parse_args()

@@ -34,13 +34,15 @@ trainer = SFTTrainer(
     eval_dataset=data["test"],
     callbacks=[guard],
 )
+loss = {"before": trainer.evaluate()["eval_loss"]}
 trainer.train()
 trainer.save_model()
-learned = trainer.evaluate()  # after the restore
+loss["saved"] = trainer.evaluate()["eval_loss"]  # after the restore
 
 if trainer.is_world_process_zero():
     print(verify_checkpoint(args.output, args.model))
     tuned = probe.results[args.steps]
     measured = {"before": probe.results[0], "tuned": tuned, "saved": probe.restored or tuned}
     print("recall:", ", ".join(f"{name} {result.accuracy():.2f}" for name, result in measured.items()))
-    print(f"Look at: recall, and whether the saved model keeps what was learned: eval_loss {learned['eval_loss']:.3f}")
+    print("eval_loss:", ", ".join(f"{name} {value:.3f}" for name, value in loss.items()))
+    print("Look at: recall, and how much of what was learned (eval_loss) the saved model keeps.")
