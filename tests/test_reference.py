@@ -15,11 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from routeguard.checkpoint import sidecar
+from routeguard.checkpoint import sidecar, tensors
 from routeguard.protect.held import held_parameters
 from routeguard.protect.rows import take_rows
 from routeguard.restoration import reference as reference_module
-from routeguard.restoration import sources
 from routeguard.restoration.lookup import open_reference
 from routeguard.restoration.reference import Reference, capture_reference, load_reference, save_reference
 from routeguard.routes.find import find_routes
@@ -221,14 +220,14 @@ def test_only_the_held_rows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     model = build("qwen3_next")
     model.save_pretrained(tmp_path)
     read: list[int] = []
-    plain = sources.read_rows
+    plain = tensors.read_rows
 
     def counted(*arguments: Any) -> bytearray:
         data = plain(*arguments)
         read.append(len(data))
         return data
 
-    monkeypatch.setattr(sources, "read_rows", counted)
+    monkeypatch.setattr(tensors, "read_rows", counted)
     assert open_reference(tmp_path, model, held_of(model)).num_bytes == sum(read)
 
 

@@ -23,7 +23,7 @@ from routeguard.checkpoint.start import Start
 from routeguard.protect.adapter_inits import ZERO_B_INITS
 from routeguard.protect.modes import Interpolate, QKPro, Restoration
 from routeguard.restoration.report import LayerRestore, RestoreReport, describe_method
-from routeguard.routes.collection import Role, Route, Rows, merge_rows
+from routeguard.routes.collection import Role, Route, Rows, count_rows, merge_rows
 from routeguard.storage.floats import converted, to_bytes, to_floats
 from routeguard.storage.header import StoredTensor
 from routeguard.storage.row_bytes import Slice, locate_rows, read_rows
@@ -267,7 +267,7 @@ def _layer(layer: int, members: Sequence[tuple[_Part, int]]) -> LayerRestore:
 
 
 def _num_rows(part: _Part) -> int:
-    return part.tensor.shape[part.dim] if part.rows is None else sum(stop - start for start, stop in part.rows)
+    return part.tensor.shape[part.dim] if part.rows is None else count_rows(part.rows)
 
 
 def _merged(routes: Sequence[Route]) -> Rows | None:

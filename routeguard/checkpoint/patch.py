@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from routeguard.routes.collection import Rows
+from routeguard.routes.collection import Rows, count_rows
 from routeguard.storage.durable import Flusher
 from routeguard.storage.header import StoredTensor
 from routeguard.storage.row_bytes import row_chunks, write_rows
@@ -34,7 +34,7 @@ class Patch:
     def num_bytes(self) -> int:
         if self.rows is None:
             return self.tensor.num_bytes
-        return self.tensor.num_bytes // self.tensor.shape[self.dim] * sum(stop - start for start, stop in self.rows)
+        return self.tensor.num_bytes // self.tensor.shape[self.dim] * count_rows(self.rows)
 
 
 def apply_patches(patches: Sequence[Patch], *, folder: Path | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from routeguard.routes.collection import count_rows
 from routeguard.storage.row_bytes import Slice, read_rows
 
 
@@ -12,7 +13,7 @@ def read_tensor(part: Slice) -> Tensor:
     """The rows, concatenated along `dim`, in their own dtype, on the CPU."""
     shape = list(part.tensor.shape)
     if part.rows is not None:
-        shape[part.dim] = sum(stop - start for start, stop in part.rows)
+        shape[part.dim] = count_rows(part.rows)
     data = read_rows(part.tensor, part.rows, part.dim)
     return torch.frombuffer(data, dtype=getattr(torch, part.tensor.dtype)).reshape(shape)
 

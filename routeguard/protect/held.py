@@ -15,7 +15,7 @@ from torch import nn
 
 from routeguard.protect.adapter_inits import ZERO_B_INITS as ZERO_B_INITS
 from routeguard.protect.rows import take_rows
-from routeguard.routes.collection import Route, Routes, Rows, merge_rows
+from routeguard.routes.collection import Route, Routes, Rows, count_rows, merge_rows
 from routeguard.routes.in_memory import is_quantised
 from routeguard.routes.names import canonical_name, without_late_wrappers
 from routeguard.sharding.whole import whole_tensor
@@ -63,7 +63,7 @@ class Held:
     def num_elements(self) -> int:
         if self.rows is None or not self.parameter.numel():
             return self.parameter.numel()
-        return self.parameter.numel() // self.parameter.shape[self.dim] * sum(b - a for a, b in self.rows)
+        return self.parameter.numel() // self.parameter.shape[self.dim] * count_rows(self.rows)
 
     @property
     def num_bytes(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from routeguard.routes.collection import Routes
+from routeguard.routes.collection import Routes, count_rows
 from routeguard.routes.names import canonical_name
 
 KIND_NAMES = {
@@ -154,7 +154,7 @@ def linear_modules(
         weight: Any = base.weight
         rows = routing.get(id(weight), ())
         num_rows = int(getattr(base, "out_features", 0) or base.nf)
-        num_routing_rows = num_rows if rows is None else sum(stop - start for start, stop in rows)
+        num_routing_rows = num_rows if rows is None else count_rows(rows)
         reason = (
             _routing_reason(num_routing_rows, num_rows)
             or ("head" if id(base) in heads else None)

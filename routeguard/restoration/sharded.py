@@ -11,7 +11,7 @@ from routeguard.protect.modes import Interpolate, QKRestore, Restoration
 from routeguard.protect.rows import put_rows, take_rows
 from routeguard.restoration.methods import interpolated
 from routeguard.restoration.report import LayerRestore, RestoreReport, describe_method
-from routeguard.routes.collection import Routes
+from routeguard.routes.collection import Routes, count_rows
 from routeguard.sharding.processes import sum_over_processes
 from routeguard.sharding.shard import Shard
 
@@ -74,4 +74,4 @@ def _layers(
 def _num_rows(shard: Shard) -> int:
     if shard.whole_rows is None:
         return shard.shape[shard.whole_dim]
-    return sum(stop - start for start, stop in shard.whole_rows)
+    return count_rows(shard.whole_rows)

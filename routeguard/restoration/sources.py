@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from routeguard.checkpoint.sidecar import sidecar_in
+from routeguard.checkpoint.tensors import read_tensor
 from routeguard.protect.rows import take_rows
 from routeguard.restoration.meaning import meaning_of, meaning_of_config
 from routeguard.restoration.reference import Reference, load_reference, refuse_without_local_values
@@ -28,7 +29,7 @@ from routeguard.storage.folder import (
     stored_tensors,
 )
 from routeguard.storage.header import StoredTensor
-from routeguard.storage.row_bytes import read_rows
+from routeguard.storage.row_bytes import Slice
 
 ReferenceSource = Reference | nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
 _EVERYTHING: dict[str, Any] = {"roles": ROLES, "norms": True, "shared": True}
@@ -195,10 +196,7 @@ def _read_stored(tensor: StoredTensor, rows: Rows | None, dim: int) -> Tensor:
         raise ValueError(
             f"{tensor.name} in {tensor.file} is stored as {tensor.dtype}; a reference needs floating-point weights"
         )
-    shape = list(tensor.shape)
-    if rows is not None:
-        shape[dim] = sum(stop - start for start, stop in rows)
-    return torch.frombuffer(read_rows(tensor, rows, dim), dtype=dtype).reshape(shape)
+    return read_tensor(Slice(tensor, rows, dim))
 
 
 def _routes_under(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[Route]:

@@ -59,7 +59,7 @@ class Route:
 
     @property
     def num_rows(self) -> int:
-        return self.shape[self.dim] if self.rows is None else sum(stop - start for start, stop in self.rows)
+        return self.shape[self.dim] if self.rows is None else count_rows(self.rows)
 
     @property
     def num_parameters(self) -> int:
@@ -138,15 +138,14 @@ class Routes(Sequence[Route]):
     def num_parameters(self) -> int:
         """Scalars covered, counting a row once even if two roles use it."""
         return sum(
-            prod(shape) if rows is None else prod(shape) // shape[dim] * sum(b - a for a, b in rows)
+            prod(shape) if rows is None else prod(shape) // shape[dim] * count_rows(rows)
             for shape, dim, rows, _ in self._merged().values()
         )
 
     @property
     def num_bytes(self) -> int:
         return sum(
-            (prod(shape) if rows is None else prod(shape) // shape[dim] * sum(b - a for a, b in rows))
-            * dtype_bytes(dtype)
+            (prod(shape) if rows is None else prod(shape) // shape[dim] * count_rows(rows)) * dtype_bytes(dtype)
             for shape, dim, rows, dtype in self._merged().values()
         )
 
@@ -254,6 +253,11 @@ def dtype_bytes(dtype: str) -> int:
     if dtype not in _DTYPE_BYTES:
         raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(_DTYPE_BYTES)}")
     return _DTYPE_BYTES[dtype]
+
+
+def count_rows(rows: Rows) -> int:
+    """How many rows the ranges hold."""
+    return sum(stop - start for start, stop in rows)
 
 
 def merge_rows(rows: Iterable[tuple[int, int]]) -> Rows:

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import BinaryIO
 
-from routeguard.routes.collection import Rows, merge_rows
+from routeguard.routes.collection import Rows, count_rows, merge_rows
 from routeguard.storage.header import StoredTensor
 
 CHUNK_BYTES = 2**19
@@ -27,7 +27,7 @@ class Slice:
     def num_elements(self) -> int:
         total = 1
         for axis, size in enumerate(self.tensor.shape):
-            total *= size if axis != self.dim or self.rows is None else sum(b - a for a, b in self.rows)
+            total *= size if axis != self.dim or self.rows is None else count_rows(self.rows)
         return total
 
     @property
@@ -153,7 +153,7 @@ def locate_rows(have: Rows | None, want: Rows | None, *, total: int, what: str) 
             raise ValueError(
                 f"rows [{start}, {stop}) of {what} are wanted, but only rows {list(merge_rows(have))} are kept"
             )
-    return None if tuple(located) == ((0, sum(b - a for a, b in have)),) else tuple(located)
+    return None if tuple(located) == ((0, count_rows(have)),) else tuple(located)
 
 
 def _segments(tensor: StoredTensor, rows: Rows | None, dim: int) -> Iterator[tuple[int, int]]:
