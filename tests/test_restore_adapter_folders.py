@@ -176,3 +176,20 @@ def test_an_adapter_on_repeated_layers_needs_what_the_guard_kept(tmp_path: Path)
             check()
     restore_checkpoint(tmp_path / "run", tmp_path / "tuned", out=tmp_path / "out")
     assert verify_checkpoint(tmp_path / "out", tmp_path / "run").ok
+
+
+def test_experts_with_two_adapters_one_inside_the_other(tmp_path: Path) -> None:
+    """PEFT's "all-linear" adapts both tensors of a layer's experts: `experts.lora_A`, `experts.base_layer.lora_A`."""
+    plain = build("qwen3_next")
+    plain.save_pretrained(tmp_path / "base")
+    model = get_peft_model(copy.deepcopy(plain), LoraConfig(r=4, target_modules="all-linear"))
+    keep(copy.deepcopy(model), tmp_path / "run")
+    tune(model)
+    model.save_pretrained(tmp_path / "tuned")
+    experts = {name: values for name, values in stored(tmp_path / "tuned").items() if ".experts." in name}
+    assert any("experts.base_layer.lora_A" in name for name in experts)
+    assert any("experts.lora_A" in name for name in experts)
+    assert not verify_checkpoint(tmp_path / "tuned", tmp_path / "run").ok
+    restore_checkpoint(tmp_path / "base", tmp_path / "tuned", out=tmp_path / "out")
+    assert verify_checkpoint(tmp_path / "out", tmp_path / "run").ok
+    assert all(torch.equal(stored(tmp_path / "out")[name], values) for name, values in experts.items())
