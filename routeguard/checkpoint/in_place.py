@@ -16,6 +16,7 @@ from routeguard.checkpoint.patch import Patch, apply_patches, patched_files
 from routeguard.checkpoint.provenance import forget_last_restore, read_restores, record_restore
 from routeguard.checkpoint.sidecar import SIDECAR_FOLDER
 from routeguard.routes.collection import rows_from_json
+from routeguard.routes.wording import as_printed
 from routeguard.storage.durable import sync, written_beside
 from routeguard.storage.header import StoredTensor, read_header
 from routeguard.storage.locks import folder_lock
@@ -45,6 +46,8 @@ class UndoReport:
         return (
             f"undid the restore of {self.folder}{what}: {len(self.tensors)} tensors, {self.num_bytes:,} bytes are back"
         )
+
+    _repr_pretty_ = as_printed
 
 
 def undo_path(folder: Path) -> Path:

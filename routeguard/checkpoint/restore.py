@@ -19,6 +19,7 @@ from routeguard.restoration.report import RestoreReport
 from routeguard.routes.collection import ROUTING_ROLES, Role
 from routeguard.routes.heads import Heads
 from routeguard.routes.resolve import check_roles
+from routeguard.routes.wording import as_printed
 from routeguard.storage.hub import local_folder
 
 
@@ -58,6 +59,8 @@ class CheckpointRestore:
         else:
             lines.append(f"wrote {self.output} ({self.num_bytes_copied:,} bytes); {self.tuned} is as it was")
         return "\n".join(lines)
+
+    _repr_pretty_ = as_printed
 
 
 def restore_checkpoint(

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routeguard.diagnostics.decay_fit import Array, DecayCurve, DecayFit, fit_decay
+from routeguard.routes.wording import as_printed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -70,6 +71,8 @@ class TokenAutocorrelation:
         for name, letter in (("covariance", "a"), ("conditional", "b")):
             lines.append(f"  ({letter}) {name:<12} {fit_or_reason(self.curve(name))[0]}")  # type: ignore[arg-type]
         return "\n".join(lines)
+
+    _repr_pretty_ = as_printed
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Both curves with their fits; written to `path` if given. Needs `routeguard[plots]`."""

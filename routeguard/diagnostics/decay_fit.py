@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from routeguard.routes.wording import as_printed
+
 Array = NDArray[np.float64]
 
 MIN_LAGS = 8
@@ -46,6 +48,8 @@ class DecayFit:
             f"W = {self.width_tokens:.0f}{error} tokens (lags {self.first_lag} to {self.last_lag}, "
             f"R² {self.r_squared:.2f})"
         )
+
+    _repr_pretty_ = as_printed
 
 
 @dataclass(frozen=True, eq=False)

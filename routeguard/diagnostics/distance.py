@@ -22,6 +22,7 @@ from routeguard.diagnostics.running import (
     run_tokens,
 )
 from routeguard.recall.model_config import refuse_beyond_positions
+from routeguard.routes.wording import as_printed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -83,6 +84,8 @@ class AttentionDistance:
             heads = "  ".join(f"{mean:.0f}±{width:.0f}" for mean, width in zip(found.mean, half, strict=True))
             lines.append(f"layer {layer:>3}  mean {float(found.mean.mean()):.0f}  heads {heads}")
         return "\n".join(lines)
+
+    _repr_pretty_ = as_printed
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Heads of each layer with their intervals; written to `path` if given. Needs `routeguard[plots]`."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from routeguard.diagnostics.distance import AttentionDistance
 from routeguard.diagnostics.query_sample import mean_interval
+from routeguard.routes.wording import as_printed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -74,6 +75,8 @@ class DistanceChange:
                 + f"  {change.relative_change:+.1%}"
             )
         return "\n".join(lines)
+
+    _repr_pretty_ = as_printed
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Every head in every state; written to `path` if given. Needs `routeguard[plots]`."""

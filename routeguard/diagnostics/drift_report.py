@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from routeguard.drift.meter import DriftSample
 from routeguard.drift.record import read_record
+from routeguard.routes.wording import as_printed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -69,6 +70,8 @@ class DriftReport:
                 parts.append(f"logit form of {len(heads)} heads {min(heads):.4f} to {max(heads):.4f}")
             lines.append(f"  layer {layer:>3}  {',  '.join(parts)}")
         return "\n".join(lines)
+
+    _repr_pretty_ = as_printed
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Drift over steps, and the logit form by head; written to `path` if given. Needs `routeguard[plots]`."""

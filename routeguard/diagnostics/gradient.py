@@ -27,6 +27,7 @@ from routeguard.diagnostics.running import (
 )
 from routeguard.diagnostics.sample_layouts import IGNORED
 from routeguard.recall.model_config import refuse_beyond_positions
+from routeguard.routes.wording import as_printed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -96,6 +97,8 @@ class GradientLocality:
         ]
         lines += [f"  layer {layer:>3}   {fit_or_reason(curve)[0]}" for layer, curve in self.curves.items()]
         return "\n".join([*lines, f"  all layers  {fit_or_reason(self.pooled)[0]}"])
+
+    _repr_pretty_ = as_printed
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """One line a layer on a logarithmic scale, with the fit of all; written to `path` if given."""

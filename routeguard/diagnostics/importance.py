@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from routeguard.diagnostics.attention_call import AttentionCall
 from routeguard.diagnostics.capture import attention_module, captured_calls
 from routeguard.diagnostics.running import chosen_attention, quiet
+from routeguard.routes.wording import as_printed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -84,6 +85,8 @@ class ImportanceRanking:
             scores = "  ".join(f"{entry.scores[task]:>8.3f}" for task in tasks)
             lines.append(f"{entry.name:<{width}}  {entry.importance:>+10.3f}  {scores}")
         return "\n".join(lines)
+
+    _repr_pretty_ = as_printed
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Bars, most important first; written to `path` if given. Needs `routeguard[plots]`."""

@@ -13,6 +13,7 @@ from routeguard.diagnostics.gradient import gradient_locality
 from routeguard.diagnostics.reach import Reach, curve_fit, fit_weakness, listed, reach
 from routeguard.diagnostics.sample_layouts import IGNORED
 from routeguard.recall.model_config import refuse_beyond_positions
+from routeguard.routes.wording import as_printed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -112,6 +113,8 @@ class LocalityReport:
         lines.append(f"{source} at a distance, as a share of what is usual at 1 to 32 tokens:")
         lines += [f"  {one.length:>7} tokens  {self._share(one)}" for one in self.reaches]
         return "\n".join([*lines, *self._verdicts()])
+
+    _repr_pretty_ = as_printed
 
     def _share(self, one: Reach) -> str:
         if not one.known:

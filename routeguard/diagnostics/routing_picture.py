@@ -22,6 +22,7 @@ from routeguard.diagnostics.running import (
     run_tokens,
 )
 from routeguard.recall.model_config import refuse_beyond_positions
+from routeguard.routes.wording import as_printed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -109,6 +110,8 @@ class RoutingPicture:
                 f"log(restored / after): median {float(known.median()):+.2f}, largest {float(known.max()):+.2f}"
             )
         return "\n".join(lines)
+
+    _repr_pretty_ = as_printed
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """One panel a state and the log-ratio; written to `path` if given. Needs `routeguard[plots]`."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import routeguard
+from routeguard.routes.wording import as_printed
 
 Level = Literal["ok", "note", "warning", "error"]
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -79,6 +80,8 @@ class Report:
             lines += ["to guard this run", *(f"  {line}".rstrip() for line in self.recipe), ""]
         counts = ", ".join(f"{len(self.of(level))} {level}s" for level in ("error", "warning", "note"))
         return "\n".join([*lines, counts])
+
+    _repr_pretty_ = as_printed
 
 
 @contextmanager

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from routeguard.routes.wording import as_printed
+
 Cell = tuple[int, str]  # (layer, role)
 
 
@@ -32,3 +34,5 @@ class DriftSample:
         (layer, role), largest = max(self.factors.items(), key=lambda item: item[1], default=((0, ""), 0.0))
         top = f"; largest {largest:.4g} (layer {layer} {role})" if largest else ""
         return f"{text or 'nothing measured'}{top}, step {self.step}"
+
+    _repr_pretty_ = as_printed

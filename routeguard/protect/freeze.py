@@ -21,6 +21,7 @@ from routeguard.protect.held import Held, held_parameters, trained_adapters
 from routeguard.protect.optimizers import refuse_row_mixing_optimizer
 from routeguard.protect.rows import clear_rows, put_rows, take_rows
 from routeguard.routes.collection import Routes
+from routeguard.routes.wording import as_printed, first_of
 from routeguard.sharding.split import shards_of
 from routeguard.sharding.whole import local_tensor
 
@@ -41,6 +42,17 @@ class Frozen:
     start: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _gradient_hooks: list[Any] = field(default_factory=list, repr=False)
     _step_hooks: list[Any] = field(default_factory=list, repr=False)
+
+    def __str__(self) -> str:
+        counts = {
+            "{} whole tensors": self.whole,
+            "rows of {} tensors": self.rows,
+            "{} that did not train before": self.before,
+        }
+        held = ", ".join(text.format(len(members)) for text, members in counts.items() if members)
+        return f"freeze holds {held or 'nothing'}"
+
+    _repr_pretty_ = as_printed
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy held rows back after each of the optimizer's steps. Needed only if `rows` is not empty; idempotent.
@@ -179,7 +191,7 @@ def refuse_started_adapters(moving: Sequence[str]) -> None:
     """Raise ValueError if any B factor, held in some of its rows, is not at zero there."""
     if moving:
         raise ValueError(
-            f"{moving[0]} (and {len(moving) - 1} more) is not zero in its held rows: the adapter starts elsewhere "
+            f"{first_of(moving)} is not zero in its held rows: the adapter starts elsewhere "
             "(PiSSA, OLoRA) or has been trained before, so its A, which all rows share, would move the held rows "
             "even while B's rows stand still. Start a fresh adapter (init_lora_weights=True; merge the old one "
             "first), or exclude the module from the adapter (routeguard.lora_config)"

@@ -20,6 +20,7 @@ from routeguard.protect.lora_modules import (
 from routeguard.protect.lora_report import coverage_lines, left_out_lines, quiet_routes, summarise, target_notes
 from routeguard.routes.collection import Routes
 from routeguard.routes.names import canonical_name
+from routeguard.routes.wording import as_printed
 
 Fused = Literal["exclude", "include"]
 FUSED = ("exclude", "include")
@@ -65,6 +66,8 @@ class LoraCoverage:
         if free:
             lines.append(f"  not covered: {summarise(free)}: not among the targets")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+    _repr_pretty_ = as_printed
 
 
 def check_lora_coverage(

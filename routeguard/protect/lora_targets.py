@@ -18,6 +18,7 @@ from routeguard.protect.lora_report import coverage_lines, left_out_lines, quiet
 from routeguard.routes.collection import Routes
 from routeguard.routes.find import find_routes
 from routeguard.routes.names import canonical_name
+from routeguard.routes.wording import as_printed
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -57,6 +58,8 @@ class LoraTargets:
         ]
         lines += [f"  left out: {line}" for line in left_out_lines(self.left_out)]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+    _repr_pretty_ = as_printed
 
 
 def lora_targets(

@@ -11,6 +11,7 @@ from typing import Any
 from routeguard.recall.paired import fewest_losses, paired_bootstrap, sign_test
 from routeguard.recall.result import RecallResult
 from routeguard.recall.scores import SampleScore
+from routeguard.routes.wording import as_printed
 
 SCHEMA_VERSION = 1
 MIN_PAIRS = 8  # below this a bootstrap of pairs says little
@@ -107,6 +108,8 @@ class GateReport:
                 f"at least {math.ceil(needed / self.max_drop - 1e-9)} a length"
             )
         return "\n".join(lines)
+
+    _repr_pretty_ = as_printed
 
 
 def gate(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from routeguard.recall.intervals import wilson
 from routeguard.recall.scores import SampleScore, ValueScore
+from routeguard.routes.wording import as_printed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -182,6 +183,8 @@ class RecallResult:
                 f"with another value of the text, {len(missed) - close - other} wrong"
             )
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    _repr_pretty_ = as_printed
 
     def _grouped(self, label: Callable[[SampleScore], tuple[str | int, ...]]) -> list[Cell]:
         groups: dict[tuple[str | int, ...], list[SampleScore]] = {}

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from routeguard.routes.wording import as_printed
+
 SCHEMA_VERSION = 1
 
 
@@ -51,6 +53,8 @@ class AverageReport:
         if self.output is not None:
             lines.append(f"wrote {self.output}; the tuned checkpoint is as it was")
         return "\n".join(lines)
+
+    _repr_pretty_ = as_printed
 
 
 def without_start(missing: Sequence[str], origin: str, *, insist: bool, total: int) -> tuple[str, ...]:

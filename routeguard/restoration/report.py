@@ -9,6 +9,7 @@ from typing import Any
 
 from routeguard.protect.modes import Interpolate, QKPro, Restoration
 from routeguard.routes.collection import ROUTING_ROLES, Route
+from routeguard.routes.wording import as_printed
 
 SCHEMA_VERSION = 1
 WORTH_A_NOTE = 0.01  # share of the entries meant to move that rounding kept where they were
@@ -72,6 +73,8 @@ class RestoreReport:
                 f"{layer.layer:>5}  {len(layer.tensors):>7}  {layer.num_rows:>6}  {layer.changed_bytes:>13,}  {drift}"
             )
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    _repr_pretty_ = as_printed
 
 
 def describe_method(mode: Restoration, routes: Iterable[Route]) -> str:

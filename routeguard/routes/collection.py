@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any, Literal, get_args
 
+from routeguard.routes.wording import as_printed
+
 Role = Literal["query", "key", "value", "output"]
 Kind = Literal["weight", "bias", "norm"]
 Pairing = Literal["half", "interleaved"]
@@ -232,6 +234,8 @@ class Routes(Sequence[Route]):
         from routeguard.routes.describe import describe_routes
 
         return describe_routes(self)
+
+    _repr_pretty_ = as_printed
 
     def _merged(self) -> dict[str, tuple[tuple[int, ...], int, Rows | None, str]]:
         merged: dict[str, tuple[tuple[int, ...], int, Rows | None, str]] = {}

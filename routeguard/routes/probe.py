@@ -15,6 +15,7 @@ from routeguard.routes._gradients import EventReader, Findings
 from routeguard.routes._probe_inputs import SLACK_TOKENS, longest_window, probe_inputs, run_model, with_other_tokens
 from routeguard.routes._rows import Ranges, row_layout
 from routeguard.routes._sandbox import sandbox
+from routeguard.routes.wording import as_printed
 
 ROLES = ("query", "key", "value", "bias")
 
@@ -80,6 +81,8 @@ class ProbeResult:
                 )
                 lines.append(f"  {tensor.parameter} dim {tensor.dim}: {', '.join(rows)}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    _repr_pretty_ = as_printed
 
 
 def probe_routes(

@@ -1,0 +1,31 @@
+"""Words that messages and printed results share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def first_of(names: Sequence[str], noun: str = "") -> str:
+    """The first name, and how many more there are, if any: "q.weight (and 3 more tensors)".
+
+    Args:
+        names: at least one.
+        noun: what they are, in the plural. Default: nothing.
+    """
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0]} (and {len(names) - 1} more{noun and ' '}{noun})"
+
+
+def as_printed(result: object, printer: Any, cycle: bool) -> None:
+    """`_repr_pretty_` of a result whose `str()` is made to be read: a notebook cell then shows it as `print` does.
+
+    To be assigned in the class itself (`_repr_pretty_ = as_printed`): IPython asks each class of the MRO in turn, and
+    would take a dataclass's own `__repr__` before a method that the class inherits.
+
+    Args:
+        printer: IPython's pretty printer.
+        cycle: whether the result is being printed already, further out.
+    """
+    printer.text("..." if cycle else str(result))
