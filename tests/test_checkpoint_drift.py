@@ -116,7 +116,9 @@ def test_renamed_and_other_models(tmp_path: Path) -> None:
         checkpoint_drift(tmp_path / "lfm2", tmp_path / "wrapped")
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="is an adapter folder"):
+    with pytest.raises(
+        ValueError, match=r"Merge it first \(with peft: AutoPeftModelForCausalLM.*adapter'\)\.merge_and_unload"
+    ):
         checkpoint_drift(tmp_path / "lfm2", tmp_path / "adapter")
     with pytest.raises(ValueError, match="is not a folder"):
         checkpoint_drift(tmp_path / "lfm2", tmp_path / "nothing")

@@ -89,7 +89,7 @@ MISTAKES = [
     (f"{GOOD['distance']} --text {{none}}", "--text {none} is not a file"),
     (f"{GOOD['distance']} --text {{bytes}}", "{bytes} is not UTF-8 text"),
     (f"{GOOD['distance']} --text {{prose}}", "of the text is unknown to this tokenizer (<unk>)"),
-    ("diagnose distance {good} --tokens 64", "of the text is unknown to this tokenizer (<unk>)"),
+    ("diagnose distance {good} --tokens 64", "give a text in its own language (at the command line: --text FILE)"),
     (f"{GOOD['distance']} --before {{none}}", "none is not a folder"),
     (f"{GOOD['distance']} --before {{cut_weights}}", "cut_weights: its model cannot be loaded"),
     *[
@@ -136,7 +136,7 @@ MISTAKES = [
     ("locality {data} --tokenizer {empty}", "empty: its tokenizer is missing"),
     ("locality {data} --tokenizer {none}", "none is not a folder; give a folder with a tokenizer"),
     ("locality {data} --tokenizer {broken_tokenizer}", "broken_tokenizer: its tokenizer cannot be loaded"),
-    ("locality {words} --tokenizer {good}", "of the text is unknown to this tokenizer (<unk>)"),
+    ("locality {words} --tokenizer {good}", "give data in its own language"),
     ("locality {wrong_ids} --tokenizer {good}", "token ids or labels hold 'a'; give whole numbers"),
     ("locality {chat_text} --tokenizer {good}", "a sample's messages is a text; give a list"),
     (f"{LOCALITY} --column nosuch", "no column 'nosuch' in a sample"),

@@ -147,12 +147,17 @@ def test_what_is_too_expensive_or_unknown_is_said(tmp_path: Path, capsys) -> Non
     assert (
         "about 100.00% of the training (estimated from tokens); even 4 samples each cost more than share=1.00%" in out
     )
-    assert "ask fewer tasks, shorter lengths, or train longer" in out
+    assert "ask fewer lengths, or train longer" in out
+    run(tiny("lfm2"), tmp_path / "one", probe(num_samples=None, every=None, lengths=(56,)))
+    out = capsys.readouterr().out
+    assert "above share=1.00% in so short a training: 4 samples of one task at one length are the least" in out
+    assert "train longer" not in out
     run(tiny("lfm2"), tmp_path / "b", probe(num_samples=3, every=1, share=1.0))
     out = capsys.readouterr().out
     assert (
         "3 samples each, every 1 steps" in out and "all of them 187.50% with every=1; 3 samples each cost more" in out
     )
+    assert "ask fewer lengths, less often (every=), or train longer" in out
     ids = dataset(rows=8)["input_ids"]
     rows = IterableDataset.from_generator(lambda: ({"input_ids": row, "labels": row} for row in ids))
     run(tiny("lfm2"), tmp_path / "c", probe(num_samples=None), trainer_options={"train_dataset": rows}, max_steps=1)

@@ -135,6 +135,9 @@ def test_computed_methods_equal_those_in_memory(name: str, method: Any, tmp_path
     assert_equal_models(reloaded(tmp_path / "out", tuned), tuned)
     assert report.restored.changed_bytes == in_memory.changed_bytes
     assert report.restored.method == in_memory.method
+    normalised = [note for note in report.restored.notes if "normalised" in note]
+    assert normalised == [note for note in in_memory.notes if "normalised" in note]  # one, of all layers
+    assert len(normalised) == (isinstance(method, QKPro) and name in {"lfm2", "qwen3_next"})
     recorded = json.loads((tmp_path / "out/routeguard/provenance.json").read_text())["restores"][0]
     assert recorded["method"] == in_memory.method
 

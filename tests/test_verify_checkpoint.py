@@ -69,11 +69,11 @@ def test_a_restored_checkpoint_is_verified_and_a_tuned_one_is_not(name: str, tmp
     for against in (tmp_path / "start", run, run / "routeguard", run / "routeguard" / "reference.safetensors"):
         good = verify_checkpoint(tmp_path / "restored", against)
         assert good.ok and good.checks, str(good)
-        assert "OK: every row equals its start" in str(good)
+        assert "OK: every row equals its start" in str(good) and "how far" not in str(good)
         bad = verify_checkpoint(tmp_path / "tuned", against)
         assert not bad.ok and len(bad.mismatches) == len(bad.checks) == len(good.checks)
         assert all(check.num_differing > 0.9 * check.num_elements for check in bad.checks)
-        assert "CHANGED" in str(bad)
+        assert "CHANGED" in str(bad) and f"how far: routeguard drift BASE {tmp_path / 'tuned'}" in str(bad)
     assert not verify_checkpoint(tmp_path / "restored", tmp_path / "start", roles=("value", "output")).ok
 
 

@@ -19,6 +19,7 @@ from routeguard.checkpoint.row_plan import Progress, RowRestore, by_place_notes,
 from routeguard.checkpoint.same_meaning import compare_meaning
 from routeguard.checkpoint.start import open_plain, open_start, read_routes
 from routeguard.routes.collection import ROUTING_ROLES, Role, Route, Routes
+from routeguard.routes.wording import as_printed
 from routeguard.storage.floats import Floats, float_type, to_floats
 from routeguard.storage.folder import is_adapter_folder
 from routeguard.storage.hub import local_folder
@@ -97,6 +98,8 @@ class CheckpointDrift:
             lines.append("nothing has moved: every row equals its start")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
+    _repr_pretty_ = as_printed
+
 
 def checkpoint_drift(
     base: str | PathLike[str],
@@ -129,9 +132,10 @@ def checkpoint_drift(
     if not tuned_folder.is_dir():
         raise ValueError(f"{tuned_folder} is not a folder with a checkpoint")
     if is_adapter_folder(tuned_folder):
+        loaded = f"AutoPeftModelForCausalLM.from_pretrained('{tuned_folder}')"
         raise ValueError(
-            f"{tuned_folder} is an adapter folder: the drift on disk is that of whole weights. Merge it first, or read "
-            "the run's own drift.jsonl"
+            f"{tuned_folder} is an adapter folder: the drift on disk is that of whole weights. Merge it first (with "
+            f"peft: {loaded}.merge_and_unload().save_pretrained('MERGED')), or read the run's own drift.jsonl"
         )
     config, stored = open_plain(tuned_folder)
     refuse_interrupted(tuned_folder)

@@ -16,6 +16,7 @@ from routeguard.routes.collection import ROLES, ROUTING_ROLES, Role, Route, Rout
 from routeguard.routes.find import find_routes
 from routeguard.routes.names import canonical_name
 from routeguard.routes.places import with_places
+from routeguard.routes.wording import as_printed, first_of
 from routeguard.storage.floats import is_exact
 from routeguard.storage.folder import is_adapter_folder, stored_checkpoint
 from routeguard.storage.header import StoredTensor
@@ -88,13 +89,17 @@ class VerifyReport:
                 f"CHANGED  layer {check.layer} {check.role} {check.kind}  {check.tensor}: {check.reason or share}"
             )
         noted = [f"{check.tensor}: {check.note}" for check in self.checks if check.note]
-        if noted:
-            lines.append(f"note: {noted[0]}{f' (and {len(noted) - 1} more)' if len(noted) > 1 else ''}")
+        lines += [f"note: {first_of(noted)}"] if noted else []
         lines += [f"note: {note}" for note in self.notes]
-        lines.append(
-            "OK: every row equals its start" if self.ok else f"CHANGED: {len(self.mismatches)} of {len(self.checks)}"
-        )
+        if self.ok:
+            return "\n".join([*lines, "OK: every row equals its start"])
+        lines.append(f"CHANGED: {len(self.mismatches)} of {len(self.checks)}")
+        of_adapter = any(".lora_" in check.tensor for check in self.checks)  # whose drift nothing on disk tells
+        if not of_adapter and any(check.num_differing and not check.reason for check in self.mismatches):
+            lines.append(f"how far: routeguard drift BASE {self.folder}")
         return "\n".join(lines)
+
+    _repr_pretty_ = as_printed
 
 
 def verify_checkpoint(

@@ -99,7 +99,7 @@ def recall(
     )
     # An adapter's model names its base; the result is of the folder that was given.
     result = replace(result, settings={**result.settings, "model": str(Path(model))})
-    click.echo(json.dumps(result.to_dict(), indent=1) if as_json else str(result))
+    click.echo(json.dumps(result.to_dict(), indent=2) if as_json else str(result))
     if output is not None:
         _write(result, output)
 
@@ -146,7 +146,7 @@ def gate(
         each_task=each_task,
         reasoning=reasoning_scores(reasoning_before, reasoning_after),
     )
-    click.echo(json.dumps(report.to_dict(), indent=1) if as_json else str(report))
+    click.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
     if not report.ok:
         raise click.exceptions.Exit(1)
 

@@ -11,6 +11,7 @@ import numpy as np
 from routeguard.diagnostics.sample_files import is_text, read_samples, text_head
 from routeguard.diagnostics.sample_layouts import sample_document
 from routeguard.diagnostics.texts import refuse_many_unknown
+from routeguard.routes.wording import as_printed
 
 _BYTES_A_TOKEN = 4  # of a plain text; a text of longer tokens gives fewer than asked for
 
@@ -29,6 +30,8 @@ class DataRead:
         if self.unit == "bytes":
             return f"read the first {self.used} of {self.given} bytes of the data"
         return f"read {self.used} of {self.given} {self.unit} of the data, drawn at random"
+
+    _repr_pretty_ = as_printed
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ def draw_tokens(
         if total >= max_tokens:
             break
     rows = [drawn[number] for number in sorted(drawn)]
-    refuse_many_unknown(tokenizer, [token for row in rows if row.from_text for token in row.ids])
+    from_text = [token for row in rows if row.from_text for token in row.ids]
+    refuse_many_unknown(tokenizer, from_text, "give data in its own language, or the tokenizer of its model")
     labels = [row.labels for row in rows] if any(row.labels != row.ids for row in rows) else None
     if read.unit == "rows":
         read = DataRead(len(rows), len(samples))

@@ -35,17 +35,18 @@ def token_rows(tokenizer: Any, text: str, *, num_tokens: int, num_sequences: int
         raise ValueError(
             f"the text has {len(ids)} tokens; {num_sequences} × {num_tokens} asked for. Ask for less, or give more text"
         )
-    refuse_many_unknown(tokenizer, ids[: room * num_sequences])
+    remedy = "give a text in its own language (at the command line: --text FILE)"
+    refuse_many_unknown(tokenizer, ids[: room * num_sequences], remedy)
     return torch.tensor([start + ids[n * room : (n + 1) * room] for n in range(num_sequences)])
 
 
-def refuse_many_unknown(tokenizer: Any, ids: Sequence[int]) -> None:
-    """Raise ValueError where the tokenizer reads <unk> for over 5 % of a text."""
+def refuse_many_unknown(tokenizer: Any, ids: Sequence[int], remedy: str) -> None:
+    """Raise ValueError, which ends with the remedy, where the tokenizer reads <unk> for over 5 % of a text."""
     share = share_unknown(tokenizer, ids)
     if share > MOST_UNKNOWN:
         raise ValueError(
             f"{share:.0%} of the text is unknown to this tokenizer ({tokenizer.unk_token}), so it would be measured on "
-            "something else; give a text in its own language"
+            f"something else; {remedy}"
         )
 
 

@@ -33,7 +33,7 @@ def opening(
     lines = [
         f"routeguard: recall probe: {', '.join(tasks)} at {tokens} tokens, {budget.num_samples} samples "
         f"each{' (chosen)' if budget.chosen else ''}, {often}, and before and after the training",
-        f"  {_cost(budget, every, share)}",
+        f"  {_cost(tasks, lengths, budget, every, share)}",
     ]
     if trained_tokens is not None and max(lengths) <= trained_tokens:
         lines.append(f"  note: no length beyond the {trained_tokens} tokens trained on, where recall is lost first")
@@ -78,16 +78,24 @@ def closing(
     return "\n".join(lines)
 
 
-def _cost(budget: ProbeBudget, every: int | None, share: float) -> str:
+def _cost(tasks: Sequence[str], lengths: Sequence[int], budget: ProbeBudget, every: int | None, share: float) -> str:
     if budget.ends is None:
         return "cost: not known, since the rows of the training data tell no length; the summary at the end will say"
     text = f"cost: the first and the last take about {budget.ends:.2%} of the training (estimated from tokens)"
     if budget.total is not None:
         text += f", all of them {budget.total:.2%} with every={every}"
-    if max(budget.ends, budget.total or 0) > share:
-        few = "even " if budget.chosen and budget.num_samples == FEWEST else ""
-        text += (
-            f"; {few}{budget.num_samples} samples each cost more than share={share:.2%}: ask fewer tasks, shorter "
-            "lengths, or train longer"
-        )
-    return text
+    if max(budget.ends, budget.total or 0) <= share:
+        return text
+    cuts = {
+        "fewer samples": not budget.chosen and budget.num_samples > FEWEST,
+        "fewer tasks": len(tasks) > 1,
+        "fewer lengths": len(set(lengths)) > 1,
+        "less often (every=)": (budget.total or 0) > budget.ends,
+    }
+    possible = [cut for cut, is_possible in cuts.items() if is_possible]
+    if not possible:
+        least = f"{budget.num_samples} samples of one task at one length"
+        return f"{text}, above share={share:.2%} in so short a training: {least} are the least that is asked"
+    few = "even " if budget.chosen and budget.num_samples == FEWEST else ""
+    cost = f"{few}{budget.num_samples} samples each cost more than share={share:.2%}"
+    return f"{text}; {cost}: ask {', '.join(possible)}, or train longer"

@@ -63,12 +63,11 @@ def qk_pro_values(
     for piece in held:
         whole[piece.name] = piece.parameter.detach().clone()
         put_rows(whole[piece.name], piece.rows, _start(reference, piece), piece.dim)
-    notes = []
+    normalised = False
     for layer in dict.fromkeys(route.layer for route in routes):
         geometry = routes.geometry(layer)
         _refuse_undefined(geometry)
-        if geometry.product_obstacle == NORMALISED:
-            notes.append(layer)
+        normalised = normalised or geometry.product_obstacle == NORMALISED
         query = _gather_names([r for r in routes if r.layer == layer and r.role == "query"], geometry)
         key = _gather_names([r for r in routes if r.layer == layer and r.role == "key"], geometry)
         dtype = torch.promote_types(by_name[query["weight"].parameter].parameter.dtype, torch.float32)
@@ -86,10 +85,11 @@ def qk_pro_values(
             ridge=method.ridge,
         )
         _scatter(query, new, whole)
-    text = (f"layers {notes}: {NORMALISED}, so their product is not quite the logit (as in the paper)",)
+    # Without layer numbers: on disk this is called layer by layer, and equal notes are one.
+    text = (f"where {NORMALISED}, their product is not quite the logit (as in the paper)",)
     return (
         {piece.name: take_rows(whole[piece.name], piece.rows, piece.dim) for piece in held},
-        text if notes else (),
+        text if normalised else (),
     )
 
 
