@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,9 @@ def test_adapters_on_a_quantised_base(bits: int, tmp_path: Path) -> None:
     assert all(not delta.any() for delta in deltas(tracked.model).values())
     _, samples = read_record(tmp_path / "b" / "routeguard" / "drift.jsonl")
     assert all(0 < value < 10 for value in samples[-1].factors.values())
+    layers = json.loads((tmp_path / "b" / "routeguard" / "restore.json").read_text())["layers"]
+    before = {(layer["layer"], role): value for layer in layers for role, value in layer["drift_before"].items()}
+    assert before == (pytest.approx(dict(samples[-1].factors), rel=1e-3) if bits == 4 else {})
     bare = quantised().unload()
     with pytest.raises(ValueError, match="all 4 routing tensors are stored quantised and no adapter"):
         track(bare, find_routes(bare))

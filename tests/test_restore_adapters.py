@@ -314,6 +314,10 @@ def test_quantised_bases_are_left_alone_and_their_adapters_restored() -> None:
     start = peft.get_peft_model(base, config)
     model = copy.deepcopy(start)
     tune(model)
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    layer = model.get_submodule(name)
+    dense = bnb.functional.dequantize_4bit(layer.base_layer.weight.data, layer.base_layer.weight.quant_state)
+    moved = layer.scaling["default"] * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
     for source in (plain, start, plain.state_dict()):
         again = copy.deepcopy(model)
         packed = {n: p.detach().clone() for n, p in again.named_parameters() if not p.is_floating_point()}
@@ -323,3 +327,6 @@ def test_quantised_bases_are_left_alone_and_their_adapters_restored() -> None:
         named = dict(again.named_parameters())
         assert packed and all(torch.equal(named[n], p) for n, p in packed.items())
         assert all(not p.any() for n, p in named.items() if "lora_B" in n)
+        against = dense if source is start else plain.model.layers[0].self_attn.q_proj.weight
+        expected = (moved.norm() / against.norm()).item()
+        assert report.layers[0].drift_before["query"] == pytest.approx(expected, rel=1e-4) and expected > 0.1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,10 +82,11 @@ def adapter_drift(
     base = reference.tensors.get(canonical_name(route.parameter))
     if base is not None:
         start = reference.values(canonical_name(route.parameter), route.rows, route.dim).float()
-    elif not is_quantised(layer.get_base_layer().weight):
-        start = take_rows(layer.get_base_layer().weight.detach(), route.rows, route.dim).float().cpu()
     else:
-        return None
+        weight = _dense_weight(layer.get_base_layer())
+        if weight is None:
+            return None
+        start = take_rows(weight, route.rows, route.dim).float().cpu()
     start = start if route.dim == 0 else start.T
     moved = torch.zeros_like(start)
     for adapter in layer.lora_A:
@@ -96,6 +98,22 @@ def adapter_drift(
         moved += scale * ((b - b0) @ a + b0 @ (a - a0))
         start = start + scale * (b0 @ a0)
     return float(torch.linalg.vector_norm(moved)) ** 2, float(torch.linalg.vector_norm(start)) ** 2
+
+
+def _dense_weight(base_layer: Any) -> Tensor | None:
+    """The weight under an adapter, dequantised from 4 bits; None for other formats, and where a CPU has packed it anew.
+
+    PEFT reads 8-bit weights too, but puts another parameter in the layer's place meanwhile.
+    """
+    weight = base_layer.weight
+    if not is_quantised(weight):
+        return weight.detach()  # type: ignore[no-any-return]
+    state = getattr(weight, "quant_state", None)
+    if state is None or getattr(state, "packing_format_for_cpu", False):
+        return None
+    from peft.utils.integrations import dequantize_module_weight
+
+    return dequantize_module_weight(base_layer).detach()  # type: ignore[no-any-return]
 
 
 def _initial(group: Sequence[Held], reference: Reference, part: str, adapter: str) -> Tensor | None:

@@ -24,7 +24,7 @@ class LayerRestore:
         tensors: names in `named_parameters()` of what was written.
         num_rows: rows written (for an adapter, those of B).
         drift_before: role to relative Frobenius distance of its weights from the start, before the restore. Roles whose
-            distance cannot be told (a quantised base, DoRA) are absent.
+            distance cannot be told (DoRA, a base in 8 bits) are absent.
         changed_bytes: bytes of the entries whose value changed.
     """
 
