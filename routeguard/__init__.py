@@ -23,6 +23,7 @@ _EXPORTS = {
     "Freeze": "routeguard.protect.modes",
     "LowLR": "routeguard.protect.modes",
     "Anchor": "routeguard.protect.modes",
+    "L2SP": "routeguard.protect.modes",
     "Track": "routeguard.protect.modes",
     "QKRestore": "routeguard.protect.modes",
     "QKPro": "routeguard.protect.modes",
@@ -31,6 +32,7 @@ _EXPORTS = {
     "freeze": "routeguard.protect.freeze",
     "low_lr": "routeguard.protect.groups",
     "anchor": "routeguard.protect.anchor",
+    "l2_sp": "routeguard.protect.l2_sp",
     "param_groups": "routeguard.protect.groups",
     "track": "routeguard.drift.meter",
     "DriftMeter": "routeguard.drift.meter",
@@ -105,9 +107,11 @@ if TYPE_CHECKING:  # `as` the same name: strict type checkers take only such nam
     from routeguard.protect.freeze import freeze as freeze
     from routeguard.protect.groups import low_lr as low_lr
     from routeguard.protect.groups import param_groups as param_groups
+    from routeguard.protect.l2_sp import l2_sp as l2_sp
     from routeguard.protect.lora_targets import check_lora_coverage as check_lora_coverage
     from routeguard.protect.lora_targets import lora_config as lora_config
     from routeguard.protect.lora_targets import lora_targets as lora_targets
+    from routeguard.protect.modes import L2SP as L2SP
     from routeguard.protect.modes import Anchor as Anchor
     from routeguard.protect.modes import Average as Average
     from routeguard.protect.modes import Freeze as Freeze

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from routeguard import Average, RouteGuard, Track, find_routes, read_drift
+from routeguard import L2SP, Average, RouteGuard, Track, find_routes, read_drift
 from routeguard.routes.names import without_late_wrappers
 from routeguard.sharding.whole import whole_tensor
 from tests.loops import tiny
@@ -22,6 +22,7 @@ from tests.trainers import MODES, run
 GUARDS: dict[str, Callable[[], RouteGuard | None]] = {"unguarded": lambda: None, **MODES}
 WHOLE_WEIGHTS_ONLY: dict[str, Callable[[], RouteGuard | None]] = {
     "averaged": lambda: RouteGuard(Track(), Average(0.25)),
+    "l2_sp": lambda: RouteGuard(L2SP()),
 }
 HELD = ("freeze", "restored")  # modes after which the held rows equal their start
 RESUMED = ("freeze", "low_lr", "anchor", "restored")

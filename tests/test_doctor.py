@@ -13,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from routeguard import Anchor, LowLR, RouteGuard, check_lora_coverage, find_routes, freeze
+from routeguard import Anchor, Average, LowLR, RouteGuard, check_lora_coverage, find_routes, freeze
 from routeguard.cli.main import app
 from routeguard.doctor.environment import check_environment, missing_extra
 from routeguard.doctor.examine import examine
@@ -505,7 +505,10 @@ def test_the_lines_for_other_tools(write: Write) -> None:
     axolotl = write("axolotl.yaml", base_model="no-such/model", learning_rate=1e-5)
     assert examine(axolotl).recipe == ("# in the config", plugin)
     section = ("routeguard:", "  protect: track", "  restore: {mode: average, alpha: 0.25}")
-    assert examine(axolotl, recipe="max_recall").recipe == ("# in the config", plugin, *section)
+    chosen = {"protect": "track", "restore": Average(0.25)}
+    assert examine(axolotl, **chosen).recipe == ("# in the config", plugin, *section)
+    named = ("routeguard:", "  protect: l2_sp", "  restore: average")
+    assert examine(axolotl, recipe="max_recall").recipe == ("# in the config", plugin, *named)
     factory = write(model_name_or_path="no-such/model", finetuning_type="full")
     command = "python -m routeguard.integrations.llamafactory CONFIG"
     assert examine(factory).recipe == (command,)
@@ -513,7 +516,7 @@ def test_the_lines_for_other_tools(write: Write) -> None:
     trl = write("trl.yaml", model_name_or_path="no-such/model")
     pointed = "takes no callback"  # `trl sft`, whose config this is
     assert pointed in examine(trl).recipe[0] and pointed not in examine(write(learning_rate=1e-5)).recipe[0]
-    assert examine(trl, recipe="max_recall").recipe[-3:] == (
+    assert examine(trl, **chosen).recipe[-3:] == (
         "from routeguard import Average, RouteGuard",
         "",
         "trainer = SFTTrainer(..., callbacks=[RouteGuard(protect='track', restore=Average(alpha=0.25))])",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from routeguard import Anchor, Average, Freeze, LowLR, QKPro, QKRestore, Track
+from routeguard import L2SP, Anchor, Average, Freeze, LowLR, QKPro, QKRestore, Track
 from routeguard.protect.held import held_parameters
 from routeguard.routes.find import find_routes
 from routeguard.training.engines import (
@@ -70,6 +70,8 @@ def test_masters_that_are_not_in_this_runs_optimizer() -> None:
         ("FSDP2", Track(), QKPro(), "whole matrices"),
         ("FSDP2", Track(), Average(0.2), r"routeguard average BASE TUNED --out FIXED --alpha 0\.2"),
         ("DeepSpeed", Track(), Average(), "whole weights"),
+        ("FSDP2", L2SP(), None, "train with DDP"),
+        ("DeepSpeed", L2SP(), None, "pulls whole weights"),
     ],
 )
 def test_modes_that_an_engine_cannot_carry(engine: str, protect: Any, restore: Any, match: str) -> None:

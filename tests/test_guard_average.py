@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from routeguard import Average, Freeze, QKRestore, RouteGuard, Track
+from routeguard import L2SP, Average, Freeze, QKRestore, RouteGuard, Track
 from routeguard.protect.recipes import RECIPES
 from routeguard.report.collect import collect_run
 from routeguard.report.page import render_page
@@ -130,19 +130,23 @@ def test_an_average_that_is_written_over_is_said(tmp_path: Path) -> None:
 
 
 def test_the_report_says_that_weights_were_averaged(tmp_path: Path) -> None:
-    run(tiny(), tmp_path, RouteGuard(recipe="balanced"))
+    run(tiny(), tmp_path, RouteGuard("track", Average()))
     found = collect_run(tmp_path)
-    assert "every weight moved 0.1 of the way back" in restoration(found)
+    assert "every weight moved 0.1 of the way back to its start: " in restoration(found)
     assert not [warning for warning in found.warnings if "restore" in warning]
     assert "every weight moved 0.1" in render_page(found)
 
 
 def test_recipes_are_the_settings_they_stand_for() -> None:
-    meant = {"balanced": Average(0.1), "max_recall": Average(0.25), "max_reasoning": None}  # as in docs/evidence
+    meant = {  # as in docs/evidence
+        "balanced": (L2SP(0.9), None),
+        "max_recall": (L2SP(0.9), Average(0.1)),
+        "max_reasoning": (Track(), None),
+    }
     assert RECIPES.keys() == meant.keys()
     for name in RECIPES:
         guard = RouteGuard(recipe=name)
-        assert (guard.protect, guard.restore) == (Track(), meant[name])
+        assert (guard.protect, guard.restore) == meant[name]
     assert RouteGuard().protect == Freeze() and RouteGuard().restore is None
     with pytest.raises(ValueError, match="closest 'balanced'"):
         RouteGuard(recipe="ballanced")  # type: ignore[arg-type]

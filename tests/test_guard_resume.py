@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Trainer
 
-from routeguard import Anchor, Freeze, LowLR, RouteGuard, Track, find_routes
+from routeguard import L2SP, Anchor, Freeze, LowLR, RouteGuard, Track, find_routes
 from routeguard.drift.record import read_record
 from routeguard.training.run_state import read_state
 from tests.loops import assert_moved, assert_same, routed_values, tiny
@@ -20,7 +20,7 @@ from tests.trainers import make, parameters, run
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-MODES = {"freeze": Freeze(), "low_lr": LowLR(0.1), "anchor": Anchor(20.0), "track": Track()}
+MODES = {"freeze": Freeze(), "low_lr": LowLR(0.1), "anchor": Anchor(20.0), "l2_sp": L2SP(), "track": Track()}
 SAVING = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
 
 

@@ -16,7 +16,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from routeguard import Anchor, Average, Freeze, Interpolate, LowLR, QKRestore, RouteGuard, Track, find_routes
+from routeguard import L2SP, Anchor, Average, Freeze, Interpolate, LowLR, QKRestore, RouteGuard, Track, find_routes
 from routeguard.demo.model import WEIGHTS
 from routeguard.integrations.llamafactory import split_config
 from routeguard.integrations.settings import guard_from_settings
@@ -32,8 +32,8 @@ PYTHON_NOT_RUN = [block for block in blocks(PAGE) if block.language == "py"]
         ("", Freeze(), None),
         ("protect: freeze", Freeze(), None),
         ("{protect: track, restore: qk}", Track(), QKRestore()),
-        ("recipe: balanced", Track(), Average(0.1)),
-        ("recipe: max_recall", Track(), Average(0.25)),
+        ("recipe: balanced", L2SP(0.9), None),
+        ("recipe: max_recall", L2SP(0.9), Average(0.1)),
         ("protect: {mode: low_lr, scale: 0.05}", LowLR(0.05), None),
         ("protect: {mode: anchor, strength: 1e1}", Anchor(10.0), None),  # a text, as YAML reads it
         ("protect: {mode: anchor}", Anchor(), None),

@@ -12,7 +12,7 @@ from routeguard.cli.shared import FolderOrFile, clear_errors, json_option, libra
 @click.command(short_help="What would the guard do to my run?")
 @click.argument("config", required=False, type=FolderOrFile)
 @click.option("--model", help="Folder, or a Hub id in the local cache. Default: the one that CONFIG names.")
-@click.option("--protect", help="freeze (the default), low_lr, anchor or track.")
+@click.option("--protect", help="freeze (the default), low_lr, anchor, l2_sp or track.")
 @click.option("--restore", help="At the end: qk, qk_pro, interpolate or average. Default: nothing.")
 @click.option("--recipe", help="Instead of these two: balanced, max_recall or max_reasoning.")
 @json_option

@@ -9,7 +9,7 @@ from routeguard.doctor.environment import missing_extra
 from routeguard.doctor.findings import Finding, collecting
 from routeguard.doctor.settings import TrainingSettings
 from routeguard.protect.freeze import refuse_started_adapters
-from routeguard.protect.groups import check_anchor_rate
+from routeguard.protect.groups import check_pull_rate
 from routeguard.protect.held import ZERO_B_INITS, Held, held_parameters
 from routeguard.protect.modes import Anchor, LowLR
 from routeguard.protect.recipes import Recipe
@@ -132,7 +132,7 @@ def _optimizer(protector: Protector, model: Any, settings: TrainingSettings) -> 
         if protector.frozen is not None:
             protector.frozen.attach(optimizer)
         if protector.groups is not None and isinstance(protector.protect, Anchor):
-            check_anchor_rate(protector.groups.tagged, protector.protect)
+            check_pull_rate(protector.groups.tagged, "Anchor", protector.protect.strength)
     if not findings:
         findings.append(
             Finding("ok", "optimizer", f"{name} ({type(optimizer).__name__}) serves {protector.protect.name}")

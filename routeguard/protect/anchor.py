@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from routeguard.protect.groups import RoutingGroups, check_anchor_rate, split_groups
+from routeguard.protect.groups import RoutingGroups, check_pull_rate, split_groups
 from routeguard.protect.held import Held, held_parameters, trained_adapters
 from routeguard.protect.modes import Anchor
 from routeguard.protect.rows import take_rows
 from routeguard.routes.collection import Routes
+from routeguard.routes.wording import as_printed, first_of
 from routeguard.sharding.split import shards_of
 from routeguard.sharding.whole import local_tensor
 
@@ -39,7 +40,7 @@ class AnchorPull:
         mode: Anchor,
         parts_of: Callable[[Tensor], list[tuple[Tensor, Tensor]]] | None = None,
     ) -> None:
-        check_anchor_rate(groups.tagged, mode)
+        check_pull_rate(groups.tagged, "Anchor", mode.strength)
         self.groups = groups
         self.mode = mode
         self._starts: dict[nn.Parameter, Tensor] = {}
@@ -50,6 +51,12 @@ class AnchorPull:
         self.before: Callable[[], None] | None = None  # called around each pull, by whoever watches it
         self.after: Callable[[], None] | None = None
         self._hook: Any = groups.optimizer.register_step_post_hook(lambda *_: self.pull())
+
+    def __str__(self) -> str:
+        pull = f"pulled to their start after each step, with strength {self.mode.strength:g}"
+        return f"{self.mode.name}: {self.groups.describe_members()}, {pull}"
+
+    _repr_pretty_ = as_printed
 
     @torch.no_grad()
     def pull(self) -> None:
@@ -101,7 +108,7 @@ def anchored(held: Sequence[Held]) -> list[Held]:
     shared = [h.name for h in held if h.is_shared_factor and h.name in moved]
     if shared:
         raise ValueError(
-            f"{shared[0]} (and {len(shared) - 1} more) feeds routing rows and others, and its adapter is not at "
+            f"{first_of(shared)} feeds routing rows and others, and its adapter is not at "
             "zero: pulling B alone would not hold the rows, and pulling A would hold the others. Start a fresh "
             "adapter (merge the old one first), or exclude the module from the adapter (routeguard.lora_config)"
         )

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from routeguard.protect.held import Held, held_parameters
-from routeguard.protect.modes import Anchor, LowLR
+from routeguard.protect.modes import LowLR
 from routeguard.protect.optimizers import refuse_inexact_views, refuse_rate_free_optimizer
 from routeguard.protect.row_views import RowViews
 from routeguard.routes.collection import Routes
 from routeguard.routes.find import find_routes
+from routeguard.routes.wording import as_printed, first_of
 
 TAG = "routeguard"  # the group key; its value is the mode's name
 
@@ -43,6 +44,19 @@ class RoutingGroups:
     pairs: list[GroupPair]
     views: list[RowViews] = field(default_factory=list)
     _hooks: list[Any] = field(default_factory=list, repr=False)
+
+    def __str__(self) -> str:
+        ratios = ", ".join(dict.fromkeys(f"{pair.ratio:g}" for pair in self.pairs if pair.sibling >= 0))
+        rate = f"at {ratios} x the learning rate of the rest" if ratios else "the optimizer has no others"
+        return f"{self.tag}: {self.describe_members()}, {rate}"
+
+    _repr_pretty_ = as_printed
+
+    def describe_members(self) -> str:
+        """How many tensors are held, and where: "4 routing tensors in groups 1, 2 of AdamW"."""
+        tensors = {held.name for held, _ in self.members.values()}
+        groups = ", ".join(str(pair.tagged) for pair in self.pairs)
+        return f"{len(tensors)} routing tensors in groups {groups} of {type(self.optimizer).__name__}"
 
     @property
     def tagged(self) -> list[dict[str, Any]]:
@@ -253,7 +267,7 @@ def param_groups(
     partial = [h.name for h in held if h.rows is not None]
     if partial:
         raise ValueError(
-            f"{partial[0]} (and {len(partial) - 1} more) holds routing rows beside other rows, which a parameter group "
+            f"{first_of(partial)} holds routing rows beside other rows, which a parameter group "
             "cannot express; make the optimizer first and call routeguard.low_lr(optimizer, model, routes, "
             "scale=...), or use routeguard.freeze(model, routes)"
         )
@@ -281,13 +295,14 @@ def low_lr(optimizer: torch.optim.Optimizer, model: nn.Module, routes: Routes, *
     return split_groups(optimizer, held_parameters(model, routes), tag=LowLR.name, scale=LowLR(scale).scale)
 
 
-def check_anchor_rate(groups: Iterable[Mapping[str, Any]], mode: Anchor) -> None:
-    """Raise ValueError where a full pull would overshoot the start (`lr * strength` above 1)."""
+def check_pull_rate(groups: Iterable[Mapping[str, Any]], mode: str, strength: float) -> None:
+    """Raise ValueError where a pull would overshoot the start (`lr * strength` above 1), now or after a warm-up."""
     for group in groups:
-        if float(group["lr"]) * mode.strength > 1:
+        rate = max(float(group["lr"]), float(group.get("initial_lr", 0.0)))
+        if rate * strength > 1:
             raise ValueError(
-                f"Anchor(strength={mode.strength:g}) at a learning rate of {float(group['lr']):g} pulls by more than "
-                f"the whole way in one step; use a strength of at most {1 / float(group['lr']):g}, or Freeze()"
+                f"{mode}: strength {strength:g} at a learning rate of {rate:g} pulls by more than the whole way in one "
+                f"step; use a strength of at most {1 / rate:g}, or Freeze()"
             )
 
 

@@ -19,6 +19,7 @@ _PROTECTIONS = {
     "freeze": "freeze: queries and keys did not train",
     "low_lr": "low_lr: queries and keys learned at {scale:g} x the learning rate",
     "anchor": "anchor: queries and keys were pulled to their start with strength {strength:g}",
+    "l2_sp": "l2_sp: every trained weight was pulled to its start, by {total:g} in all",
     "track": "track: queries and keys trained freely, their drift was measured",
 }
 
@@ -54,9 +55,7 @@ def restoration(run: RunReport) -> str:
     if run.restore is not None:
         report = run.restore
         if isinstance(report, AverageReport):
-            return (
-                f"every weight moved {report.alpha:g} of the way back to {report.origin}: {report.num_tensors} tensors"
-            )
+            return f"every weight moved {report.alpha:g} of the way back to its start: {report.num_tensors} tensors"
         return (
             f"{report.method}: {len(report.tensors)} tensors in {len(report.layers)} layers put back from "
             f"{report.origin}; {format_bytes(report.changed_bytes)} changed"

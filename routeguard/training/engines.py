@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from routeguard.protect.held import Held
-from routeguard.protect.modes import Anchor, AtEnd, Average, Freeze, LowLR, Protection, QKPro
+from routeguard.protect.modes import L2SP, Anchor, AtEnd, Average, Freeze, LowLR, Protection, QKPro
 from routeguard.sharding.whole import is_distributed_tensor
 from routeguard.sharding.zero import zero_optimizer
 
@@ -57,6 +57,11 @@ def refuse_unsupported_engine(engine: Engine | None, protect: Protection, restor
             f"restore='average' needs whole weights, which {engine.name} splits over processes; train with "
             "RouteGuard(protect='track') and average what was saved: routeguard average BASE TUNED --out FIXED "
             f"--alpha {restore.alpha:g}"
+        )
+    if isinstance(protect, L2SP):
+        raise ValueError(
+            f"protect='l2_sp' pulls whole weights, which {engine.name} splits over processes; train with DDP, or with "
+            "RouteGuard(protect='track') and average what was saved: routeguard average BASE TUNED --out FIXED"
         )
     if engine.name == "DeepSpeed":
         _refuse_own_blocks(engine, protect)

@@ -41,13 +41,13 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
     them back at the end. Prints what it holds before the first step. Needs no change to the model.
 
     Args:
-        protect: `Freeze()` (None, the default), `LowLR(scale)`, `Anchor(strength)`, `Track()`, or "freeze", "low_lr",
-            "anchor", "track".
+        protect: `Freeze()` (None, the default), `LowLR(scale)`, `Anchor(strength)`, `L2SP(total)`, `Track()`, or
+            "freeze", "low_lr", "anchor", "l2_sp", "track". `L2SP` acts on every weight, not only queries and keys.
         restore: `QKRestore()`, `QKPro(ridge)`, `Interpolate(alpha)`, "qk", "qk_pro", "interpolate", or None
             (default). The paper's method is `RouteGuard(protect=Track(), restore=QKRestore())`. `Average(alpha)` or
             "average" moves every weight, not only queries and keys; it keeps the whole start on disk.
-        recipe: instead of `protect` and `restore`: "balanced" (`Track()`, `Average(0.1)`), "max_recall" (`Track()`,
-            `Average(0.25)`) or "max_reasoning" (`Track()` alone); docs/evidence has what each was measured to do.
+        recipe: instead of `protect` and `restore`: "balanced" (`L2SP(0.9)`), "max_recall" (`L2SP(0.9)`,
+            `Average(0.1)`) or "max_reasoning" (`Track()` alone); docs/evidence has what each was measured to do.
         reference: the start to protect. None (default): the live weights of a fresh run, and on resume the start that
             the run has kept. "start": the live weights when `train()` begins, whatever came before. Or a model, a
             state dict, a checkpoint folder or file, or a guard's sidecar.
@@ -228,6 +228,7 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
             output_dir=args.output_dir,
             resumed_from=resumed_folder(trainer) if trainer is not None else None,
             resumed_step=state.global_step,
+            num_steps=state.max_steps,
             kept=kept,
             is_main=state.is_world_process_zero,
             trainer=trainer,

@@ -9,7 +9,8 @@ from routeguard.protect.anchor import anchored
 from routeguard.protect.freeze import Frozen, freeze
 from routeguard.protect.groups import RoutingGroups, split_groups
 from routeguard.protect.held import Held, held_parameters, quantised_routes
-from routeguard.protect.modes import Anchor, Freeze, LowLR, Protection
+from routeguard.protect.l2_sp import refuse_unpulled
+from routeguard.protect.modes import L2SP, Anchor, Freeze, LowLR, Protection
 from routeguard.protect.optimizers import inner_optimizer
 from routeguard.routes.collection import Role, Routes
 from routeguard.routes.find import find_routes
@@ -68,6 +69,8 @@ class Protector:
                 f"{self.protect.name} found {len(held)} routing tensors, none of them trainable (an adapter elsewhere, "
                 "or frozen by hand): queries and keys cannot move. Use protect='track' to log their drift, or 'freeze'"
             )
+        if isinstance(self.protect, L2SP):
+            refuse_unpulled(model)
         if self.frozen is not None:
             self.frozen.detach()
         self.frozen = freeze(model, routes) if isinstance(self.protect, Freeze) else None

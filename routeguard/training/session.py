@@ -18,7 +18,8 @@ from routeguard.protect.anchor import AnchorPull
 from routeguard.protect.freeze import Frozen
 from routeguard.protect.groups import RoutingGroups
 from routeguard.protect.held import Held, held_parameters
-from routeguard.protect.modes import Anchor, Average, Freeze
+from routeguard.protect.l2_sp import WholePull
+from routeguard.protect.modes import L2SP, Anchor, Average, Freeze
 from routeguard.protect.optimizers import inner_optimizer
 from routeguard.restoration.reference import save_reference
 from routeguard.sharding.processes import sum_over_processes
@@ -29,6 +30,7 @@ from routeguard.training.coverage import coverage_of
 from routeguard.training.engines import refuse_unread_masters
 from routeguard.training.four_bit import warn_of_packed
 from routeguard.training.log_metrics import LogWrapper, flat_metrics
+from routeguard.training.planned_rates import planned_rates
 from routeguard.training.resolution import ResolutionWatch
 from routeguard.training.rewriters import refuse_bema_beside_shards
 from routeguard.training.run_state import DRIFT_FILE, FOLDER, REFERENCE_FILE, STATE_FILE, versions_here, write_state
@@ -36,7 +38,7 @@ from routeguard.training.start import Start, find_start
 from routeguard.training.start_values import refuse_nan, start_values
 from routeguard.training.stillness import Stillness
 from routeguard.training.summary import summarise
-from routeguard.training.whole_start import WholeStart, keep_whole_start
+from routeguard.training.whole_start import WholeStart, keep_whole_start, trained_start
 
 if TYPE_CHECKING:
     from routeguard.training.guard import RouteGuard
@@ -59,6 +61,7 @@ class Session:
         output_dir: str,
         resumed_from: Path | None,
         resumed_step: int,
+        num_steps: int,
         kept: Start | None,
         is_main: bool,
         trainer: Any,
@@ -69,13 +72,14 @@ class Session:
         self.is_main = is_main
         self.frozen = frozen
         self.groups = groups
-        self.pull: AnchorPull | None = None
+        self.pull: AnchorPull | WholePull | None = None
         self.watch: ResolutionWatch | None = None
         self.meter: DriftMeter | None = None
         self.log: LogWrapper | None = None
         self.model = model
         self.trainer = trainer
         self.step = self._written_step = resumed_step
+        self.num_steps = num_steps
         self._newest: DriftSample | None = None
         resumed = resumed_from is not None or resumed_step > 0
         whole = held_parameters(model, guard.routes)
@@ -101,7 +105,7 @@ class Session:
             insist=guard.insist,
         )
         self.whole_start: WholeStart | None = None
-        if isinstance(guard.restore, Average):
+        if isinstance(guard.restore, Average) or isinstance(guard.protect, L2SP):
             self.whole_start = keep_whole_start(
                 model,
                 guard.reference,
@@ -202,7 +206,11 @@ class Session:
             if isinstance(self.guard.protect, Anchor):
                 parts_of = pulls_of(self.shards, starts) if self.zero and self.shards is not None else None
                 self.pull = AnchorPull(self.groups, starts, self.guard.protect, parts_of)
-            self.watch = ResolutionWatch(self.groups, self.pull)
+            self.watch = ResolutionWatch(self.groups, self.pull if isinstance(self.pull, AnchorPull) else None)
+        if isinstance(self.guard.protect, L2SP):
+            assert self.whole_start is not None
+            strength = self.guard.protect.strength(planned_rates(optimizer, scheduler, self.num_steps))
+            self.pull = WholePull(optimizer, trained_start(self.model, self.whole_start), strength)
 
     def _summary(self, held: Sequence[Held], optimizer: torch.optim.Optimizer) -> str:
         guard = self.guard
@@ -214,7 +222,8 @@ class Session:
             guard.protect,
             guard.restore,
             learning_rate=float(optimizer.param_groups[0].get("initial_lr", optimizer.param_groups[0]["lr"])),
-            copy_bytes=rows if self.meter is None else self.meter.start_bytes,
+            copy_bytes=(rows if self.meter is None else self.meter.start_bytes)
+            + (self.pull.start_bytes if isinstance(self.pull, WholePull) else 0),
             reference_origin=self.start.origin,
             obstacles=self.meter.obstacles if self.meter is not None else {},
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from routeguard.protect.held import Held
-from routeguard.protect.modes import Anchor, AtEnd, Average, Freeze, LowLR, Protection
+from routeguard.protect.modes import L2SP, Anchor, AtEnd, Average, Freeze, LowLR, Protection
 from routeguard.routes.collection import Routes
 from routeguard.routes.describe import format_bytes
 
@@ -75,6 +75,8 @@ def _action(protect: Protection, restore: AtEnd | None, learning_rate: float) ->
             f"anchor: queries and keys are pulled to their start, strength {protect.strength:g} "
             f"(half-life {half:.0f} steps at {learning_rate:g})"
         )
+    elif isinstance(protect, L2SP):
+        what = f"l2_sp: every trained weight is pulled to its start, by {protect.total:g} in all; no weight decay"
     else:
         what = "track: queries and keys train freely, their drift is logged"
     if isinstance(restore, Average):

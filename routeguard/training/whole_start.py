@@ -1,4 +1,4 @@
-"""The whole start of a run that averages at its end: kept on disk, since it is as large as the model."""
+"""The whole start of a run that averages at its end or pulls every weight: kept on disk, as large as the model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from routeguard.protect.modes import Average
 from routeguard.restoration.average_report import AverageReport
@@ -23,7 +23,7 @@ from routeguard.training.run_state import FOLDER, WHOLE_START_FILE
 
 @dataclass(frozen=True, eq=False)
 class WholeStart:
-    """Where the start of every weight can be read when training ends; opened then, and by the first process only.
+    """Where the start of every weight can be read, also when training ends; opened by the first process only.
 
     `is_own` says that the run wrote it itself: it is the start of the very model that is trained.
     """
@@ -40,7 +40,7 @@ class WholeStart:
 def keep_whole_start(
     model: nn.Module, wanted: Any, *, output_dir: Path, resumed_from: Path | None, resumed: bool, again: bool
 ) -> WholeStart:
-    """Make sure that the start of every weight can be read when training ends, and say where.
+    """Make sure that the start of every weight can be read, now and when training ends, and say where.
 
     Args:
         model: the model, before its first step.
@@ -63,7 +63,7 @@ def keep_whole_start(
         found = from_the_first(None if kept is None else str(kept))
         if found is None:
             raise ValueError(
-                f"the start that the run averages with is gone: no {FOLDER}/{WHOLE_START_FILE} in "
+                f"the start of every weight, which the run needs, is gone: no {FOLDER}/{WHOLE_START_FILE} in "
                 f"{', '.join(map(str, folders))}. Give reference=PATH of the original model"
             )
         return WholeStart(found, is_own=True)
@@ -74,6 +74,38 @@ def keep_whole_start(
         with written_beside(file) as beside:
             save_file(tensors, beside, metadata={"format": "pt"})
     return WholeStart(from_the_first(str(file)), is_own=True)
+
+
+@torch.no_grad()
+def trained_start(model: nn.Module, start: WholeStart) -> dict[nn.Parameter, Tensor]:
+    """The start of every trained weight, on its device and in its dtype; read by the first process, sent to the others.
+
+    Raises ValueError, in every process alike, for a start that lacks weights or has others than the model.
+    """
+    trained = {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    source, failure = None, ""
+    if is_first_process():
+        try:
+            source = start.source(model)
+            wrong = [name for name, p in trained.items() if source.shapes.get(name) != tuple(p.shape)]
+            if wrong:
+                failure = (
+                    f"the start, {source.origin}, lacks {len(wrong)} of the {len(trained)} trained weights, or has "
+                    f"them in another shape: {', '.join(wrong[:4])}. L2SP needs the start of every weight"
+                )
+        except ValueError as error:
+            failure = str(error)
+    failure = from_the_first(failure)
+    if failure:
+        raise ValueError(failure)
+    starts = {}
+    for name, parameter in trained.items():
+        values = torch.empty_like(parameter) if source is None else source.read(name, None, 0)
+        values = values.to(parameter.device, parameter.dtype)
+        if in_several_processes():
+            torch.distributed.broadcast(values, src=0)
+        starts[parameter] = values
+    return starts
 
 
 @torch.no_grad()

@@ -1,0 +1,115 @@
+"""L2-SP: after each optimizer step, pull every trained weight back towards its start, scaled by the learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from routeguard.protect.groups import check_pull_rate
+from routeguard.protect.modes import L2SP
+from routeguard.protect.optimizers import refuse_rate_free_optimizer
+from routeguard.routes.in_memory import is_quantised
+from routeguard.sharding.split import is_split
+
+
+class WholePull:
+    """The pull `p ← p + lr · strength · (start − p)` on all parameters of an optimizer, after each of its steps.
+
+    Each group's own learning rate is used. Weight decay of every group is 0 meanwhile, since it would pull towards zero
+    instead; `remove` gives it back.
+
+    Args:
+        optimizer: a torch optimizer.
+        starts: the start of each of its parameters, on the parameter's device and in its dtype (kept, not copied).
+        strength: positive, and at most `1 / lr`.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, starts: Mapping[nn.Parameter, Tensor], strength: float
+    ) -> None:
+        refuse_rate_free_optimizer(optimizer, L2SP.__name__)
+        check_pull_rate(optimizer.param_groups, L2SP.__name__, strength)
+        missing = sum(p not in starts for group in optimizer.param_groups for p in group["params"])
+        if missing:
+            raise ValueError(
+                f"the optimizer holds {missing} parameters that the model does not have; L2SP pulls the model's "
+                "trained weights: make the optimizer from model.parameters()"
+            )
+        self.strength = strength
+        self._optimizer = optimizer
+        self._starts = starts
+        self._decay = [group.get("weight_decay") for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            if group.get("weight_decay"):
+                group["weight_decay"] = 0.0
+        self._hook: Any = optimizer.register_step_post_hook(lambda *_: self.pull())
+
+    @property
+    def start_bytes(self) -> int:
+        """Bytes of the start that is kept on the device."""
+        return sum(start.numel() * start.element_size() for start in self._starts.values())
+
+    @torch.no_grad()
+    def pull(self) -> None:
+        """One pull at the groups' current learning rates."""
+        for group in self._optimizer.param_groups:
+            now: list[Tensor] = group["params"]
+            if now:
+                starts = [self._starts[parameter] for parameter in now]  # type: ignore[index]
+                torch._foreach_lerp_(now, starts, float(group["lr"]) * self.strength)
+
+    def remove(self) -> None:
+        """No further pulls; weight decay is what it was."""
+        self._hook.remove()
+        for group, decay in zip(self._optimizer.param_groups, self._decay, strict=True):
+            if decay:
+                group["weight_decay"] = decay
+
+
+def l2_sp(optimizer: torch.optim.Optimizer, model: nn.Module, *, rates: float, total: float = 0.9) -> WholePull:
+    """`L2SP` for a plain loop: pull every trained weight towards its present value after each step of the optimizer.
+
+    Costs one copy of the trained weights.
+
+        l2_sp(optimizer, model, rates=sum(schedule(step) for step in range(num_steps)))
+
+    Args:
+        optimizer: over parameters of the model.
+        model: on its final device and in its final dtype. Under DDP, before or after it is wrapped.
+        rates: the learning rates of all planned steps, added up.
+        total: as in `L2SP`. Default 0.9.
+
+    Raises:
+        ValueError: adapters, quantised, split or 16-bit weights; parameters that are not the model's; a total or rates
+            that are not positive, or a pull of more than the whole way in one step.
+    """
+    strength = L2SP(total).strength(rates)
+    refuse_unpulled(model)
+    return WholePull(optimizer, {p: p.detach().clone() for p in model.parameters() if p.requires_grad}, strength)
+
+
+def refuse_unpulled(model: nn.Module) -> None:
+    """Raise ValueError for a model whose weights a pull would miss or not move."""
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not trained:
+        raise ValueError("no parameter of the model is trainable, so there is nothing that L2SP could pull")
+    for name, parameter in trained:
+        if ".lora_" in name or ".modules_to_save." in name:
+            raise ValueError(
+                f"L2SP pulls whole weights, and {name} belongs to an adapter. A LoRA that starts at zero is pulled to "
+                "its start by plain weight decay; or use Anchor() for queries and keys"
+            )
+        if is_split(parameter):
+            raise ValueError(
+                f"L2SP is not supported where parameters are split over processes ({name}); train with DDP, or with "
+                "RouteGuard(protect='track') and average what was saved: routeguard average BASE TUNED --out FIXED"
+            )
+        if is_quantised(parameter) or parameter.dtype.itemsize < 4:
+            raise ValueError(
+                f"{name} is {str(parameter.dtype).removeprefix('torch.')}: a pull of lr · strength of the way is below "
+                "the resolution of 16 bits and would be lost. Load the model in float32 and train with bf16=True "
+                "(autocast), or use Average() at the end, which rounds at random"
+            )
