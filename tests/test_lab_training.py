@@ -19,7 +19,7 @@ from benchmarks.lab.training.data import DATA_KINDS, as_dataset, samples_for
 from benchmarks.lab.training.fine_tune import fine_tune
 from benchmarks.lab.training.mechanisms import scaled_steps, within_radius
 from benchmarks.lab.training.plan import Training
-from routeguard.protect.modes import Anchor, Freeze, LowLR, QKRestore
+from routeguard.protect.modes import L2SP, Anchor, Freeze, LowLR, QKRestore
 from routeguard.routes.find import find_routes
 
 SUMS = DATA_KINDS["sums"]
@@ -119,7 +119,7 @@ def test_each_mechanism_shows_in_a_run(architecture: str, tokenizer: PreTrainedT
     settled = routing(settle_at=0.5)
     assert settled["routing"] == 0 and settled["all"] > 0.5 * plain["all"]
     assert routing(routing_rate=3.0)["routing"] > 2 * plain["routing"]
-    assert 0 < routing(pull_all=300.0)["all"] < 0.8 * plain["all"]
+    assert 0 < routing(protect=L2SP(2.0))["all"] < 0.8 * plain["all"]
 
 
 def test_settle_lets_routing_move_first(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

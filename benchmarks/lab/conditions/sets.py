@@ -8,7 +8,7 @@ from benchmarks.lab.conditions.table import CONDITIONS, NONE, QK
 MAIN: tuple[str, ...] = tuple(CONDITIONS)
 
 # Fixed on development seeds and development needles of the main architecture, before any confirmation seed was run.
-CONFIRMED: tuple[str, ...] = (
+FIRST_CONFIRMED: tuple[str, ...] = (
     NONE,
     QK,
     "q_restore",
@@ -26,6 +26,11 @@ CONFIRMED: tuple[str, ...] = (
     "freeze+replay_5",
 )
 
+# Chosen later, again on development seeds and needles of the main architecture alone: total 0.9 of three.
+PULLS = ("l2_sp_0.9", "l2_sp_0.9+wise_ft_0.1", "l2_sp_0.9+replay_5", "l2_sp_0.9+replay_5+wise_ft_0.1")
+
+CONFIRMED: tuple[str, ...] = (*FIRST_CONFIRMED, *PULLS)
+
 # How far the averages go back is chosen for each architecture on its development seeds (`report.claims`).
 AVERAGES = ("wise_ft_0.1", "wise_ft_0.25")
 REPLAYED_AVERAGES = ("replay_5+wise_ft_0.1", "replay_5+wise_ft_0.25")
@@ -37,4 +42,14 @@ CONFIRMED_ELSEWHERE = tuple(
     dict.fromkeys(name for name in (*CONFIRMED, *AVERAGES, *REPLAYED_AVERAGES) if name != "freeze+replay_5")
 )
 
-QUICK: tuple[str, ...] = (NONE, QK, "v_restore", "wise_ft_0.1", "freeze", "replay_5", "replay_5+wise_ft_0.1")
+QUICK: tuple[str, ...] = (
+    NONE,
+    QK,
+    "v_restore",
+    "wise_ft_0.1",
+    "freeze",
+    "l2_sp_0.9",
+    "replay_5",
+    "replay_5+wise_ft_0.1",
+    "l2_sp_0.9+replay_5",
+)

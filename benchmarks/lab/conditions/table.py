@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.lab.conditions.repair import NO_REPAIR, QK_RESTORE, Repair
 from benchmarks.lab.language.needles import TESTED
 from benchmarks.lab.training.plan import Training
-from routeguard.protect.modes import Anchor, Freeze, Interpolate, LowLR, QKPro, QKRestore
+from routeguard.protect.modes import L2SP, Anchor, Freeze, Interpolate, LowLR, QKPro, QKRestore
 
 NONE, QK = "none", "qk_restore"
 BEFORE = "before"  # the pretrained model, scored once a seed
@@ -68,8 +68,9 @@ def _runs() -> Iterator[tuple[str, Training, bool]]:
         yield f"trust_{radius:g}", Training(trust_radius=radius), True
     for scale in (3.0, 6.0):
         yield f"sacrifice_{scale:g}", Training(routing_rate=scale), True
-    for strength in (3.0, 10.0, 30.0):
-        yield f"pull_all_{strength:g}", Training(pull_all=strength), True
+    for total in (0.3, 0.9, 3.0):
+        yield f"l2_sp_{total:g}", Training(protect=L2SP(total)), True
+        yield f"l2_sp_{total:g}+replay_5", Training(protect=L2SP(total), replay=0.05), True
     for percent in (0.5, 1.0, 2.0, 5.0, 10.0):
         share = percent / 100
         yield f"replay_{percent:g}", Training(replay=share), True
@@ -98,12 +99,12 @@ def _all() -> Iterator[Condition]:
         yield Condition(name, training)
         if restorable:
             yield Condition(f"{name}+restore", training, QK_RESTORE)
-        if training.replay:
+        if training.replay or isinstance(training.protect, L2SP):
             for share in (0.1, 0.25):
                 yield Condition(f"{name}+wise_ft_{share:g}", training, Repair(average=share))
-            if restorable:
-                yield Condition(f"{name}+interpolate_0.5", training, Repair(Interpolate(0.5)))
-                yield Condition(f"{name}+wise_ft_0.1+restore", training, replace(QK_RESTORE, average=0.1))
+        if training.replay and restorable:
+            yield Condition(f"{name}+interpolate_0.5", training, Repair(Interpolate(0.5)))
+            yield Condition(f"{name}+wise_ft_0.1+restore", training, replace(QK_RESTORE, average=0.1))
 
 
 CONDITIONS = {condition.name: condition for condition in _all()}

@@ -21,7 +21,7 @@ def family_of(name: str) -> str:
     condition = CONDITIONS[name]
     training = condition.training
     mechanisms = (training.protect, training.trust_radius, training.settle_at)
-    held = any(m is not None for m in mechanisms) or training.routing_rate != 1.0 or training.pull_all != 0.0
+    held = any(m is not None for m in mechanisms) or training.routing_rate != 1.0
     if training.replay:
         return FAMILIES[3] if held or condition.repair.settings() else FAMILIES[2]
     if held:

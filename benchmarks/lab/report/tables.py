@@ -64,9 +64,13 @@ HEADLINES = {
     "interpolate_0.5": "queries and keys half of the way back",
     "wise_ft_0.1": "every weight 10 % of the way back",
     "wise_ft_0.25": "every weight 25 % of the way back",
+    "l2_sp_0.9": "every weight pulled to its start meanwhile (L2-SP)",
+    "l2_sp_0.9+wise_ft_0.1": "L2-SP, then every weight 10 % back",
     "replay_5": "5 % replay of other needles",
     "replay_5+wise_ft_0.1": "the replay, then every weight 10 % back",
     "replay_5+wise_ft_0.25": "the replay, then every weight 25 % back",
+    "l2_sp_0.9+replay_5": "the replay and L2-SP",
+    "l2_sp_0.9+replay_5+wise_ft_0.1": "the replay and L2-SP, then every weight 10 % back",
 }
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallba
 from trl import SFTTrainer
 
 from benchmarks.lab.training.data import DataKind, as_dataset, samples_for
-from benchmarks.lab.training.mechanisms import PullAll, RoutingRate, Settle, TrustRegion
+from benchmarks.lab.training.mechanisms import RoutingRate, Settle, TrustRegion
 from benchmarks.lab.training.plan import Lora, Training
 from routeguard.demo.run import plain_arguments
 from routeguard.protect.lora_targets import lora_config
@@ -95,8 +95,6 @@ def _callbacks(training: Training) -> list[TrainerCallback]:
         callbacks.append(TrustRegion(training.trust_radius))
     if training.settle_at is not None:
         callbacks.append(Settle(training.settle_at))
-    if training.pull_all:
-        callbacks.append(PullAll(training.pull_all))
     return callbacks
 
 

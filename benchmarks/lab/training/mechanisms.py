@@ -1,8 +1,7 @@
 """What the lab tries and the package does not have.
 
-A routing rate above 1, a trust region, restore-then-settle, a pull of all parameters: thin callbacks over plain
-functions. They act after the optimizer's step, so they know nothing of
-the optimizer; AdamW's state goes on as if nothing had happened.
+A routing rate above 1, a trust region, restore-then-settle: thin callbacks over plain functions. They act after the
+optimizer's step, so they know nothing of the optimizer; AdamW's state goes on as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -30,22 +29,6 @@ def within_radius(values: Sequence[Tensor], start: Sequence[Tensor], radius: flo
         share = float(radius * torch.linalg.vector_norm(was) / torch.linalg.vector_norm(moved).clamp_min(1e-30))
         projected.append(was + moved * share if share < 1 else now)
     return projected
-
-
-class PullAll(TrainerCallback):  # type: ignore[misc]
-    """After each step every parameter moves `lr · strength` of the way to its start (decoupled L2-SP)."""
-
-    def __init__(self, strength: float) -> None:
-        self.strength = strength
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._start = [(p, p.detach().clone()) for p in kwargs["model"].parameters() if p.requires_grad]
-
-    @torch.no_grad()
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        rate = kwargs["optimizer"].param_groups[0]["lr"]
-        for parameter, start in self._start:
-            parameter.lerp_(start, rate * self.strength)
 
 
 class _OnRows(TrainerCallback):  # type: ignore[misc]

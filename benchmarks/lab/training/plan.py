@@ -22,7 +22,6 @@ class Training:
         routing_rate: rate of queries and keys relative to the rest.
         trust_radius: greatest relative distance of a query or key matrix from its start, or None.
         settle_at: share of the steps after which queries and keys go back and stay, or None.
-        pull_all: strength of a pull of every parameter to its start, as `Anchor` pulls queries and keys (L2-SP).
         rate: learning rate relative to the architecture's.
         steps: number of steps relative to the experiment's.
         words: most words of a sample; a step sees the same number of words all the same.
@@ -35,7 +34,6 @@ class Training:
     routing_rate: float = 1.0
     trust_radius: float | None = None
     settle_at: float | None = None
-    pull_all: float = 0.0
     rate: float = 1.0
     steps: float = 1.0
     words: int = 95
@@ -46,13 +44,12 @@ class Training:
             self.routing_rate != 1.0,
             self.trust_radius is not None,
             self.settle_at is not None,
-            self.pull_all != 0.0,
         )
         if self.lora is not None and (any(mechanisms) or self.protect is not None):
             raise ValueError("with LoRA the lab knows no other protection; give lora alone, or with replay and rates")
         if sum(mechanisms) + (self.protect is not None) > 1:
             raise ValueError(
-                "protect, routing_rate, trust_radius, settle_at and pull_all act on the same weights: give one of them"
+                "protect, routing_rate, trust_radius and settle_at act on the same weights: give one of them"
             )
 
     def settings(self) -> dict[str, Any]:
