@@ -203,7 +203,7 @@ def test_a_short_run_gives_every_row(small_run: tuple[demo_run.DemoResult, Path,
     expected = [demo_run.BEFORE]
     for variant in demo_run.ALL_VARIANTS:
         expected += [variant.name, *(repair.name for repair in variant.repairs)]
-    assert list(result.names) == expected and len(result.rows) == len(expected) == 9
+    assert list(result.names) == expected and len(result.rows) == len(expected) == 10
     drift = {row.name: row.drift for row in result.rows}
     unguarded = drift["unguarded"]
     assert unguarded > 1e-4
@@ -223,7 +223,13 @@ def test_the_same_arguments_give_the_same_rows(
 ) -> None:
     again = demo_run.run_demo(tmp_path, steps=3, recall_lengths=(64, 128), num_samples=2)
     first = {row.name: replace(row, train_seconds=0.0) for row in small_run[0].rows}
-    assert list(again.names) == [demo_run.BEFORE, "unguarded", "restored afterwards", "guarded (freeze)"]
+    assert list(again.names) == [
+        demo_run.BEFORE,
+        "unguarded",
+        "restored afterwards",
+        "guarded (freeze)",
+        "guarded (l2_sp)",
+    ]
     for row in again.rows:
         assert replace(row, train_seconds=0.0) == first[row.name]
 

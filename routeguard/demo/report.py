@@ -30,7 +30,18 @@ All of it measured in this run."""
 PLOT_HINT = "recall.png was not drawn: matplotlib is not installed (pip install 'routeguard[plots]')"
 
 # Okabe-Ito colours: distinguishable with any colour vision.
-_COLOURS = ("#777777", "#D55E00", "#0072B2", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#000000", "#B8A000")
+_COLOURS = (
+    "#777777",
+    "#D55E00",
+    "#0072B2",
+    "#009E73",
+    "#E69F00",
+    "#56B4E9",
+    "#CC79A7",
+    "#000000",
+    "#B8A000",
+    "#8B4513",
+)
 
 
 def table(result: DemoResult) -> Table:

@@ -56,6 +56,7 @@ BEFORE = "before fine-tuning"
 DEFAULT_VARIANTS = (
     Variant("unguarded", None, (Repair("restored afterwards", "qk"),)),
     Variant("guarded (freeze)", {}),
+    Variant("guarded (l2_sp)", {"protect": "l2_sp"}),
 )
 ALL_VARIANTS = (
     Variant(
@@ -70,6 +71,7 @@ ALL_VARIANTS = (
     Variant("guarded (freeze)", {}),
     Variant("guarded (low_lr)", {"protect": "low_lr"}),
     Variant("guarded (anchor)", {"protect": "anchor"}),
+    Variant("guarded (l2_sp)", {"protect": "l2_sp"}),
     Variant("tracked, then qk_pro", {"protect": "track", "restore": "qk_pro"}),
 )
 
