@@ -13,6 +13,7 @@ import pytest
 import routeguard
 from routeguard.cli.document import document
 from routeguard.protect.modes import (
+    L2SP,
     Anchor,
     AtEnd,
     Average,
@@ -31,13 +32,14 @@ CARDS = {
     Freeze: "freeze",
     LowLR: "low-lr",
     Anchor: "anchor",
+    L2SP: "l2-sp",
     Track: "track",
     QKRestore: "qk-restore",
     QKPro: "qk-pro",
     Interpolate: "interpolate",
     Average: "average",
 }
-OTHER_CARDS = ("replay-and-average", "lora-targets", "state-transition")
+OTHER_CARDS = ("replay", "lora-targets", "state-transition")
 
 
 @pytest.fixture(scope="module")
