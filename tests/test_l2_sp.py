@@ -107,7 +107,9 @@ def test_what_is_frozen_is_left_alone() -> None:
     embedding = model.get_input_embeddings().weight.requires_grad_(False)
     kept = embedding.detach().clone()
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=RATE)
-    l2_sp(optimizer, model, rates=1.0)
+    pull = l2_sp(optimizer, model, rates=1.0)
+    trained = sum(p.requires_grad for p in model.parameters())
+    assert str(pull) == f"l2_sp: {trained} tensors in AdamW, pulled to their start with strength 0.9"
     train(model, optimizer)
     assert torch.equal(embedding, kept)
 

@@ -12,6 +12,7 @@ from routeguard.protect.groups import check_pull_rate
 from routeguard.protect.modes import L2SP
 from routeguard.protect.optimizers import refuse_rate_free_optimizer
 from routeguard.routes.in_memory import is_quantised
+from routeguard.routes.wording import as_printed
 from routeguard.sharding.split import is_split
 
 
@@ -46,6 +47,14 @@ class WholePull:
             if group.get("weight_decay"):
                 group["weight_decay"] = 0.0
         self._hook: Any = optimizer.register_step_post_hook(lambda *_: self.pull())
+
+    def __str__(self) -> str:
+        kind = type(self._optimizer).__name__
+        return (
+            f"{L2SP.name}: {len(self._starts)} tensors in {kind}, pulled to their start with strength {self.strength:g}"
+        )
+
+    _repr_pretty_ = as_printed
 
     @property
     def start_bytes(self) -> int:

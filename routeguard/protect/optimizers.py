@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from routeguard.routes.wording import first_of
+
 _TORCH = ["SGD", "ASGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop"]
 _PAGED = ["PagedAdam", "PagedAdamW", "PagedLion"]
 _BITSANDBYTES = ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Lion", "AdEMAMix", *_PAGED]
@@ -44,7 +46,7 @@ def refuse_row_mixing_optimizer(optimizer: torch.optim.Optimizer, names: Sequenc
     if kind in ELEMENTWISE or kind in _BLOCKWISE:
         return
     raise ValueError(
-        f"{mode} holds only some rows of {names[0]} (and {len(names) - 1} more tensors), and optimizer {kind} is not "
+        f"{mode} holds only some rows of {first_of(names, 'tensors')}, and optimizer {kind} is not "
         "known to treat rows independently: holding some would change how the others learn. Use one of "
         f"{', '.join(sorted(ELEMENTWISE)[:8])} …, or hold whole tensors only"
     )
@@ -56,7 +58,7 @@ def refuse_inexact_views(optimizer: torch.optim.Optimizer, names: Sequence[str],
     if type(optimizer).__module__.startswith("torch.optim") and kind in VIEW_EXACT:
         return
     raise ValueError(
-        f"{mode} must treat some rows of {names[0]} (and {len(names) - 1} more tensors) apart from the rest, which is "
+        f"{mode} must treat some rows of {first_of(names, 'tensors')} apart from the rest, which is "
         f"exact only with {', '.join(sorted(VIEW_EXACT))} of torch.optim, not with {kind} from "
         f"{type(optimizer).__module__}; use one of these, or protect=Freeze()"
     )

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from routeguard.protect.held import Held
 from routeguard.protect.modes import L2SP, Anchor, AtEnd, Average, Freeze, LowLR, Protection, QKPro
+from routeguard.routes.wording import first_of
 from routeguard.sharding.whole import is_distributed_tensor
 from routeguard.sharding.zero import zero_optimizer
 
@@ -101,14 +102,14 @@ def refuse_split_rows(engine: Engine | None, protect: Protection, held: Sequence
     rows = [h.name for h in held if h.rows is not None and h.trainable]
     if rows and (engine.name == "FSDP1" or isinstance(protect, (LowLR, Anchor))):
         raise ValueError(
-            f"{rows[0]} (and {len(rows) - 1} more) holds routing rows beside others, which {protect.name} cannot treat "
+            f"{first_of(rows)} holds routing rows beside others, which {protect.name} cannot treat "
             f"apart inside {engine.name}'s shards; use RouteGuard() (freeze) under FSDP2 or DeepSpeed, or train "
             "without sharding"
         )
     adapters = [h.name for h in held if h.part != "base"]
     if adapters and not isinstance(protect, Freeze):
         raise ValueError(
-            f"{adapters[0]} (and {len(adapters) - 1} more) is an adapter, whose drift cannot be measured inside "
+            f"{first_of(adapters)} is an adapter, whose drift cannot be measured inside "
             f"{engine.name}'s shards; use RouteGuard() (freeze), adapters beside queries and keys "
             "(routeguard.lora_config), or DDP"
         )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from routeguard.recall.quiet import REPACKS
+from routeguard.routes.wording import first_of
 
 # A number for each of the 16 codes: changes of several entries that would cancel in their plain sum do not here.
 _MARKS = [pow(0x9E3779B97F4A7C15, code + 1, 1 << 63) for code in range(16)]
@@ -42,7 +43,7 @@ def warn_of_packed(model: nn.Module) -> None:
     ]
     if packed:
         warnings.warn(
-            f"{packed[0]} (and {len(packed) - 1} more) was packed for inference when the model was evaluated on this "
+            f"{first_of(packed)} was packed for inference when the model was evaluated on this "
             "CPU, before it had a guard. bitsandbytes has no gradient for packed weights, so adapters below them train "
             "wrongly: load the model again, and evaluate it after RouteGuard was given to its Trainer",
             UserWarning,

@@ -14,6 +14,7 @@ from routeguard.protect.modes import L2SP, Anchor, Freeze, LowLR, Protection
 from routeguard.protect.optimizers import inner_optimizer
 from routeguard.routes.collection import Role, Routes
 from routeguard.routes.find import find_routes
+from routeguard.routes.wording import first_of
 from routeguard.training.four_bit import StaysUnpacked
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def _refuse_quantised_full_fine_tuning(model: nn.Module, routes: Routes, held: l
 def refuse_quantised_without_adapter(names: Sequence[str]) -> None:
     """Raise ValueError: these routing tensors are quantised, and nothing else of the model is trained."""
     raise ValueError(
-        f"{names[0]} (and {len(names) - 1} more routing tensors) is stored quantised and there is no adapter: full "
+        f"{first_of(names, 'routing tensors')} is stored quantised and there is no adapter: full "
         "fine-tuning cannot train or protect quantised weights. Add a LoRA adapter, or load the model unquantised"
     )
 

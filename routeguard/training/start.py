@@ -17,6 +17,7 @@ from routeguard.protect.rows import take_rows
 from routeguard.restoration.lookup import open_reference
 from routeguard.restoration.reference import Reference, capture_reference, load_reference
 from routeguard.routes.names import canonical_name
+from routeguard.routes.wording import first_of
 from routeguard.sharding.whole import whole_tensor
 from routeguard.training.run_state import FOLDER, REFERENCE_FILE, RunState, read_state
 
@@ -120,7 +121,7 @@ def _named(
         if moved:
             raise ValueError(
                 "Freeze holds the live weights, but their queries and keys differ from the reference "
-                f"({reference.origin}) in {moved[0]} (and {len(moved) - 1} more); put them back first with "
+                f"({reference.origin}) in {first_of(moved)}; put them back first with "
                 "routeguard.restore(model, reference), or use Track() or Anchor() with restore=QKRestore()"
             )
     return _start_of(reference, protect, stage)
