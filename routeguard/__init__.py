@@ -78,7 +78,6 @@ _EXPORTS = {
     "segment_steps": "routeguard.state_transition.segment",
     "transition_words": "routeguard.state_transition.entropy",
 }
-_RENAMED = {"read_recall": "read_probe_record", "verify": "verify_routes", "read_drift": "read_record"}
 _NEEDS_NO_LIBRARY = "routeguard.checkpoint."  # folders are read and written without torch and transformers
 
 __all__ = ["__version__", *_EXPORTS]
@@ -102,7 +101,7 @@ if TYPE_CHECKING:  # `as` the same name: strict type checkers take only such nam
     from routeguard.diagnostics.routing_picture import routing_picture as routing_picture
     from routeguard.drift.meter import DriftMeter as DriftMeter
     from routeguard.drift.meter import track as track
-    from routeguard.drift.record import read_record
+    from routeguard.drift.record import read_drift as read_drift
     from routeguard.protect.anchor import anchor as anchor
     from routeguard.protect.freeze import freeze as freeze
     from routeguard.protect.groups import low_lr as low_lr
@@ -123,7 +122,7 @@ if TYPE_CHECKING:  # `as` the same name: strict type checkers take only such nam
     from routeguard.recall.gate import gate as gate
     from routeguard.recall.measure import measure_recall as measure_recall
     from routeguard.recall.probe import RecallProbe as RecallProbe
-    from routeguard.recall.probe_record import read_probe_record
+    from routeguard.recall.probe_record import read_recall as read_recall
     from routeguard.recall.replay import replay as replay
     from routeguard.recall.result import RecallResult as RecallResult
     from routeguard.restoration.averaging import average as average
@@ -136,7 +135,7 @@ if TYPE_CHECKING:  # `as` the same name: strict type checkers take only such nam
     from routeguard.routes.collection import Routes as Routes
     from routeguard.routes.find import find_routes as find_routes
     from routeguard.routes.table import register_architecture as register_architecture
-    from routeguard.routes.verify import verify_routes
+    from routeguard.routes.verify import verify as verify
     from routeguard.state_transition.cache import StateTransitionCache as StateTransitionCache
     from routeguard.state_transition.config import StateTransitionConfig as StateTransitionConfig
     from routeguard.state_transition.convert import StateTransition as StateTransition
@@ -150,15 +149,13 @@ if TYPE_CHECKING:  # `as` the same name: strict type checkers take only such nam
     from routeguard.state_transition.trainer import StateTransitionTrainer as StateTransitionTrainer
     from routeguard.training.guard import RouteGuard as RouteGuard
 
-    read_drift, read_recall, verify = read_record, read_probe_record, verify_routes
-
 
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'routeguard' has no attribute {name!r}; it has {', '.join(_EXPORTS)}")
     if not _EXPORTS[name].startswith(_NEEDS_NO_LIBRARY):
         import_module("routeguard.versions").check_versions()
-    value = getattr(import_module(_EXPORTS[name]), _RENAMED.get(name, name))
+    value = getattr(import_module(_EXPORTS[name]), name)
     globals()[name] = value
     return value
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from routeguard.drift.record import DriftRecord, read_record
+from routeguard.drift.record import DriftRecord, read_drift
 from routeguard.drift.sample import DriftSample
 
 
@@ -23,7 +23,7 @@ def test_round_trip(tmp_path: Path) -> None:
     record.append([sample(1), sample(2)])
     record.append([])
     record.append([sample(3)])
-    header, samples = read_record(record.path)
+    header, samples = read_drift(record.path)
     assert header == {"schema_version": 1, "protect": {"mode": "track"}}
     assert samples == [sample(1), sample(2), sample(3)]
     assert samples[0].of_role("query") == 0.1 and samples[0].of_role("value") is None
@@ -33,7 +33,7 @@ def test_resume_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "drift.jsonl"
     DriftRecord(path, {}).append([sample(1), sample(2), sample(3)])
     DriftRecord(path, {}, resume_step=2).append([sample(3), sample(4)])
-    assert [s.step for s in read_record(path)[1]] == [1, 2, 3, 4]
+    assert [s.step for s in read_drift(path)[1]] == [1, 2, 3, 4]
 
 
 def test_a_fresh_run_moves_the_old_series_aside(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_a_fresh_run_moves_the_old_series_aside(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         DriftRecord(path, {}).append([sample(step)])
     for name, step in (("drift.1.jsonl", 1), ("drift.2.jsonl", 2), ("drift.jsonl", 3)):
-        assert [s.step for s in read_record(tmp_path / name)[1]] == [step]
+        assert [s.step for s in read_drift(tmp_path / name)[1]] == [step]
 
 
 def test_a_half_written_last_line_is_skipped_and_a_damaged_middle_is_not(tmp_path: Path) -> None:
@@ -49,27 +49,27 @@ def test_a_half_written_last_line_is_skipped_and_a_damaged_middle_is_not(tmp_pat
     DriftRecord(path, {}).append([sample(1), sample(2)])
     whole = path.read_text()
     path.write_text(whole + '{"step": 3, "dr')
-    assert [s.step for s in read_record(path)[1]] == [1, 2]
+    assert [s.step for s in read_drift(path)[1]] == [1, 2]
     DriftRecord(path, {}, resume_step=2).append([sample(3)])
-    assert [s.step for s in read_record(path)[1]] == [1, 2, 3]
+    assert [s.step for s in read_drift(path)[1]] == [1, 2, 3]
     lines = whole.splitlines()
     path.write_text("\n".join([lines[0], "{", lines[2]]))
     with pytest.raises(ValueError, match="line 2 is damaged"):
-        read_record(path)
+        read_drift(path)
 
 
 def test_another_schema_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "drift.jsonl"
     path.write_text(json.dumps({"schema_version": 99}) + "\n")
     with pytest.raises(ValueError, match="schema version 99, this version reads 1"):
-        read_record(path)
+        read_drift(path)
 
 
 def test_reading_needs_no_torch(tmp_path: Path) -> None:
     DriftRecord(tmp_path / "drift.jsonl", {}).append([sample(1)])
     code = (
-        "import sys; from pathlib import Path; from routeguard.drift.record import read_record\n"
-        f"assert read_record(Path({str(tmp_path / 'drift.jsonl')!r}))[1][0].step == 1\n"
+        "import sys; from pathlib import Path; from routeguard.drift.record import read_drift\n"
+        f"assert read_drift(Path({str(tmp_path / 'drift.jsonl')!r}))[1][0].step == 1\n"
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from routeguard import Anchor, Interpolate, LowLR, QKPro, QKRestore, RouteGuard, Track, find_routes, freeze, track
-from routeguard.drift.record import read_record
+from routeguard.drift.record import read_drift
 from routeguard.restoration.in_memory import restore
 from tests.loops import assert_moved, assert_same, routed_values, tiny, train
 from tests.trainers import dataset, make, parameters, run
@@ -37,7 +37,7 @@ def test_drift_of_every_step_equals_a_plain_computation(case: str, tmp_path: Pat
     keep = Keep()
     trainer = run(tiny(case), tmp_path, RouteGuard("track"), keep, max_steps=5)
     routes = find_routes(trainer.model)
-    _, samples = read_record(tmp_path / "routeguard" / "drift.jsonl")
+    _, samples = read_drift(tmp_path / "routeguard" / "drift.jsonl")
     assert [s.step for s in samples] == [1, 2, 3, 4, 5]
     for sample in samples:
         for (layer, role), value in sample.factors.items():
@@ -92,7 +92,7 @@ def test_drift_reaches_every_reporter(tmp_path: Path) -> None:
 def test_a_run_too_short_for_a_log_line_says_its_drift_at_the_end(mode: str, tmp_path: Path, capsys) -> None:
     run(tiny(), tmp_path / "short", RouteGuard(mode), max_steps=3, logging_steps=10)
     (said,) = [line for line in capsys.readouterr().out.splitlines() if "drift at the end" in line]
-    _, samples = read_record(tmp_path / "short" / "routeguard" / "drift.jsonl")
+    _, samples = read_drift(tmp_path / "short" / "routeguard" / "drift.jsonl")
     assert said == f"routeguard: drift at the end: {samples[-1]}" and said.endswith(", step 3")
     assert ("query 0, key 0," in said) is (mode == "freeze")
     run(tiny(), tmp_path / "long", RouteGuard(mode), max_steps=3, logging_steps=2)  # its log line has the drift
@@ -233,14 +233,14 @@ def test_a_tensor_frozen_by_hand_is_watched_too(tmp_path: Path) -> None:
 
 def test_a_frozen_run_has_a_line_for_every_step(tmp_path: Path) -> None:
     run(tiny(), tmp_path, RouteGuard(), max_steps=5)
-    _, samples = read_record(tmp_path / "routeguard" / "drift.jsonl")
+    _, samples = read_drift(tmp_path / "routeguard" / "drift.jsonl")
     assert [s.step for s in samples] == [1, 2, 3, 4, 5]
     assert all(set(s.factors.values()) == {0.0} for s in samples)
 
 
 def test_the_drift_before_a_restore_is_that_of_the_restored_model(tmp_path: Path) -> None:
     trainer = run(tiny(), tmp_path, RouteGuard(Track(), QKRestore()), max_steps=5)
-    _, samples = read_record(tmp_path / "routeguard" / "drift.jsonl")
+    _, samples = read_drift(tmp_path / "routeguard" / "drift.jsonl")
     before = [
         r["routeguard/drift_before_restore"]
         for r in trainer.state.log_history

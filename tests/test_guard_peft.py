@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from routeguard import Anchor, LowLR, QKRestore, RouteGuard, Track, find_routes, freeze, track
-from routeguard.drift.record import read_record
+from routeguard.drift.record import read_drift
 from routeguard.protect.held import held_parameters, lora_pairs
 from routeguard.protect.rows import take_rows
 from tests.loops import tiny
@@ -157,7 +157,7 @@ def test_drift_is_that_of_the_merged_weight(case: str, options: dict, tmp_path: 
     names = {r.parameter for r in routes}
     start = {n: effective(model, n) for n in names}
     trainer = run(model, tmp_path, RouteGuard("track"))
-    _, samples = read_record(tmp_path / "routeguard" / "drift.jsonl")
+    _, samples = read_drift(tmp_path / "routeguard" / "drift.jsonl")
     for (layer, role), value in samples[-1].factors.items():
         mine = [r for r in routes if (r.layer, r.role, r.kind) == (layer, role, "weight")]
         change = {r.parameter: effective(trainer.model, r.parameter) - start[r.parameter] for r in mine}
@@ -250,7 +250,7 @@ def test_adapters_on_a_quantised_base(bits: int, tmp_path: Path) -> None:
     assert all(not delta.any() for delta in deltas(frozen.model).values())
     tracked = run(quantised(), tmp_path / "b", RouteGuard(Track(), QKRestore()))
     assert all(not delta.any() for delta in deltas(tracked.model).values())
-    _, samples = read_record(tmp_path / "b" / "routeguard" / "drift.jsonl")
+    _, samples = read_drift(tmp_path / "b" / "routeguard" / "drift.jsonl")
     assert all(0 < value < 10 for value in samples[-1].factors.values())
     layers = json.loads((tmp_path / "b" / "routeguard" / "restore.json").read_text())["layers"]
     before = {(layer["layer"], role): value for layer in layers for role, value in layer["drift_before"].items()}

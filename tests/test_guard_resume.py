@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Trainer
 
 from routeguard import L2SP, Anchor, Freeze, LowLR, RouteGuard, Track, find_routes
-from routeguard.drift.record import read_record
+from routeguard.drift.record import read_drift
 from routeguard.training.run_state import read_state
 from tests.loops import assert_moved, assert_same, routed_values, tiny
 from tests.trainers import make, parameters, run
@@ -44,7 +44,7 @@ def test_resume_is_bit_identical(mode: str, case: str, tmp_path: Path) -> None:
     assert [r["loss"] for r in straight.state.log_history if "loss" in r] == [
         r["loss"] for r in again.state.log_history if "loss" in r
     ]
-    series = [read_record(tmp_path / f / "routeguard" / "drift.jsonl")[1] for f in "ab"]
+    series = [read_drift(tmp_path / f / "routeguard" / "drift.jsonl")[1] for f in "ab"]
     assert series[0] == series[1] and [s.step for s in series[0]] == [1, 2, 3, 4]
 
 

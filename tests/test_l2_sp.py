@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback, get_scheduler
 
 from routeguard import L2SP, Average, QKRestore, RouteGuard, Track, l2_sp
-from routeguard.drift.record import read_record
+from routeguard.drift.record import read_drift
 from routeguard.report.collect import collect_run
 from routeguard.report.words import protection
 from routeguard.training.planned_rates import planned_rates
@@ -194,7 +194,7 @@ def test_a_guarded_run_equals_a_plain_callback(tmp_path: Path, sft: bool) -> Non
     assert_moved(start, parameters(guarded))
     kept = load_file(tmp_path / "guarded/routeguard/start.safetensors")
     assert_same(kept, start)
-    _, drift = read_record(tmp_path / "guarded/routeguard/drift.jsonl")
+    _, drift = read_drift(tmp_path / "guarded/routeguard/drift.jsonl")
     assert [sample.step for sample in drift] == [1, 2, 3, 4] and all(max(s.factors.values()) > 0 for s in drift)
 
 

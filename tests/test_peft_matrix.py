@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, Trai
 from transformers.pytorch_utils import Conv1D
 
 from routeguard import RouteGuard, Track, find_routes, restore
-from routeguard.drift.record import read_record
+from routeguard.drift.record import read_drift
 from routeguard.protect.held import held_parameters
 from routeguard.protect.rows import take_rows
 from tests import trainers
@@ -92,7 +92,7 @@ def check(mode: str, model: PeftModel, folder: Path, **options: Any) -> Trainer:
     start, base = applied(model), base_rows(model)
     trainer = run(model, folder, MODES[mode](), **options)
     end = applied(trainer.model)
-    _, samples = read_record(folder / "routeguard" / "drift.jsonl")
+    _, samples = read_drift(folder / "routeguard" / "drift.jsonl")
     factors = samples[-1].factors
     assert factors.keys() == start.keys() and (max(factors.values()) > 0) == (mode != "freeze")
     for cell, value in factors.items():
@@ -282,7 +282,7 @@ def test_resuming_with_8_bit_and_paged_optimizers_is_bit_identical(
     straight = tuned(case, tmp_path, optim, MODES[mode](), **saving)
     values = {name: value.detach().clone() for name, value in straight.model.named_parameters()}
     states = optimizer_states(straight)
-    _, samples = read_record(tmp_path / "routeguard" / "drift.jsonl")
+    _, samples = read_drift(tmp_path / "routeguard" / "drift.jsonl")
     again = run(
         tiny(case, seed=1),
         tmp_path,
@@ -293,7 +293,7 @@ def test_resuming_with_8_bit_and_paged_optimizers_is_bit_identical(
     )
     assert_same(values, {name: value.detach() for name, value in again.model.named_parameters()})
     assert_same(states, optimizer_states(again))
-    assert read_record(tmp_path / "routeguard" / "drift.jsonl")[1] == samples
+    assert read_drift(tmp_path / "routeguard" / "drift.jsonl")[1] == samples
     assert [sample.step for sample in samples] == [1, 2, 3, 4]
     start = routed_values(tiny(case))
     if mode in ("freeze", "restored"):

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from routeguard import QKRestore, RecallProbe, RouteGuard, Track, __version__, find_routes, read_recall
 from routeguard.cli.main import app
 from routeguard.demo.model import load_model, load_tokenizer
-from routeguard.drift.record import read_record
+from routeguard.drift.record import read_drift
 from routeguard.recall.probe_failures import Failure
 from routeguard.recall.probe_record import append_failure
 from routeguard.report.card import render_card
@@ -115,7 +115,7 @@ def test_what_is_collected_is_what_the_run_left(tracked: Path) -> None:
     assert (held.num_tensors, held.num_parameters) == (len(routes.parameters), routes.num_parameters)
     assert held.num_rows == sum(route.num_rows for route in routes)
     assert held.share == pytest.approx(routes.share) and found.state.layers == routes.layers
-    assert found.drift.samples == tuple(read_record(tracked / "routeguard/drift.jsonl")[1])
+    assert found.drift.samples == tuple(read_drift(tracked / "routeguard/drift.jsonl")[1])
     assert found.restore is not None
     restored = json.loads((tracked / "routeguard/restore.json").read_text())
     assert json.loads(json.dumps(found.restore.to_dict())) == restored
@@ -211,7 +211,7 @@ def test_the_page_is_whole_and_stands_alone(tracked: Path) -> None:
     assert "before and after: FAILED" in page.words and "+0.60 [" in page.text
     assert "+0.25" in page.words  # the change of the reasoning score
     assert "prefers-color-scheme: dark" in source and "@media print" in source
-    for value in read_record(tracked / "routeguard/drift.jsonl")[1][-1].factors.values():
+    for value in read_drift(tracked / "routeguard/drift.jsonl")[1][-1].factors.values():
         assert f"{value:.4g}" in page.words
 
 

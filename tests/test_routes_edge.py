@@ -17,7 +17,7 @@ from routeguard.routes.find import find_routes
 from routeguard.routes.in_memory import is_quantised
 from routeguard.routes.names import canonical_name
 from routeguard.routes.table import register_architecture, unregister_architecture
-from routeguard.routes.verify import verify_routes
+from routeguard.routes.verify import verify
 from tests.standins import SoftmaxAttention, StandInConfig, StandInForCausalLM, hypenet, jet_nemotron
 from tests.zoo.build import build
 from tests.zoo.case import Case
@@ -224,17 +224,17 @@ def test_a_module_without_config_is_refused_or_probed() -> None:
 
 def test_hypenet_stand_in() -> None:
     model = hypenet()
-    routes = verify_routes(model, find_routes(model, norms=True))
+    routes = verify(model, find_routes(model, norms=True))
     assert routes.layers == (1, 4)
     assert {route.parameter.split(".")[-2] for route in routes} == {"q_proj", "k_proj", "q_norm", "k_norm"}
     assert {attention.rotary_dim for attention in routes.attention} == {0}
     assert {attention.product_obstacle for attention in routes.attention} == {"queries and keys are normalised"}
-    assert verify_routes(model).layers == (1, 4)
+    assert verify(model).layers == (1, 4)
 
 
 def test_jet_nemotron_stand_in() -> None:
     model = jet_nemotron()
-    routes = verify_routes(model)
+    routes = verify(model)
     assert routes.layers == (2,)
     assert {(route.role, route.kind) for route in routes} == {
         ("query", "weight"), ("query", "bias"), ("key", "weight"), ("key", "bias"),
@@ -250,7 +250,7 @@ def test_names_alone_would_have_been_wrong() -> None:
     wrong = quiet(model)
     assert wrong.layers == (0, 1, 2, 3, 4)
     with pytest.raises(ValueError, match="no global attention block depends on it"):
-        verify_routes(model, wrong)
+        verify(model, wrong)
 
 
 def test_unknown_type_with_stated_kinds_is_read_by_signature_and_says_so() -> None:
@@ -258,7 +258,7 @@ def test_unknown_type_with_stated_kinds_is_read_by_signature_and_says_so() -> No
     routes = quiet(model)
     assert routes.layers == (1, 4)
     assert any("not in the table" in note and "routeguard.verify(model)" in note for note in routes.notes)
-    assert verify_routes(model).layers == (1, 4)
+    assert verify(model).layers == (1, 4)
 
 
 def test_unknown_type_without_kinds_is_probed_and_says_so() -> None:
@@ -320,20 +320,20 @@ def test_verify_names_what_is_wrong(change: dict[str, Any], message: str) -> Non
     [query] = [route for route in data["routes"] if route["role"] == "query"]
     query.update(change)
     with pytest.raises(ValueError, match=message):
-        verify_routes(model, Routes.from_dict(data))
+        verify(model, Routes.from_dict(data))
 
 
 def test_verify_notices_a_layer_that_was_left_out() -> None:
     model = build("lfm2")
     model.config.layer_types[5] = "conv"  # what a wrong table would say
     with pytest.raises(ValueError, match=r"layers\.5\.self_attn.*missing from the routes"):
-        verify_routes(model)
+        verify(model)
 
 
 def test_verify_accepts_a_narrowed_choice_and_leaves_the_model_alone() -> None:
     model = build("lfm2")
     before = copy.deepcopy(model.state_dict())
-    routes = verify_routes(model, quiet(model, layers=[5], roles=("key",)))
+    routes = verify(model, quiet(model, layers=[5], roles=("key",)))
     assert routes.layers == (5,)
     assert any("confirmed by the autograd probe" in note for note in routes.notes)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

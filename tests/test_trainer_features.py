@@ -18,7 +18,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, set_se
 from trl import SFTConfig, SFTTrainer
 
 from routeguard import RouteGuard, find_routes
-from routeguard.drift.record import read_record
+from routeguard.drift.record import read_drift
 from tests.loops import HIGH, LOW, assert_moved, assert_same, routed_values, tiny
 from tests.trainers import MODES, dataset, drifts, parameters, run, settings, tokenizer
 
@@ -63,7 +63,7 @@ def test_auto_find_batch_size_tries_again_from_the_first_start(mode: str, case: 
     trainer, free = tried("guarded", MODES[mode]()), tried("free")
     assert trainer._train_batch_size == 1
     check(mode, trainer, free, routed_values(tiny(case)))
-    _, samples = read_record(tmp_path / "guarded" / "routeguard" / "drift.jsonl")
+    _, samples = read_drift(tmp_path / "guarded" / "routeguard" / "drift.jsonl")
     assert [sample.step for sample in samples] == [1, 2, 3, 4]
     if mode == "restored":  # the second attempt starts where the first one left the weights, and measures from there
         assert min(samples[0].factors.values()) > 0.6
@@ -133,7 +133,7 @@ def test_best_model_early_stopping_and_weights_only_checkpoints(mode: str, case:
     for name, value in parameters(trainer).items():
         if name not in find_routes(trainer.model).parameters:
             assert name not in saved or torch.equal(saved[name], value), name
-    _, samples = read_record(tmp_path / "guarded" / "routeguard" / "drift.jsonl")
+    _, samples = read_drift(tmp_path / "guarded" / "routeguard" / "drift.jsonl")
     assert [sample.step for sample in samples] == [1, 2, 3, 4]
 
 
@@ -157,8 +157,8 @@ def test_the_steps_after_the_last_log_line_are_recorded_too(event: str, mode: st
     options |= {"max_steps": 8, "logging_steps": 2}
     for name, callbacks in (("stopped", [Stops(event)]), ("whole", [])):
         run(tiny(), tmp_path / name, MODES[mode](), *callbacks, trainer_options=evaluation, **options)
-    _, stopped = read_record(tmp_path / "stopped" / "routeguard" / "drift.jsonl")
-    _, whole = read_record(tmp_path / "whole" / "routeguard" / "drift.jsonl")
+    _, stopped = read_drift(tmp_path / "stopped" / "routeguard" / "drift.jsonl")
+    _, whole = read_drift(tmp_path / "whole" / "routeguard" / "drift.jsonl")
     assert [sample.step for sample in stopped] == [1, 2, 3]
     assert [sample.factors for sample in stopped] == [sample.factors for sample in whole[:3]]
 

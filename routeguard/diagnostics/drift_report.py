@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from routeguard.drift.meter import DriftSample
-from routeguard.drift.record import read_record
+from routeguard.drift.record import read_drift
 from routeguard.routes.wording import as_printed
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def drift_report(run: str | Path) -> DriftReport:
             "checkpoints: `routeguard drift BASE TUNED`"
         )
     try:
-        header, samples = read_record(found) if found.stat().st_size else ({}, [])
+        header, samples = read_drift(found) if found.stat().st_size else ({}, [])
     except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, TypeError) as error:
         raise ValueError(f"{found} is damaged or no drift record: {error}") from None
     if not samples:

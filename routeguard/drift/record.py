@@ -46,7 +46,7 @@ class DriftRecord:
                 stream.write("\n".join(lines) + "\n")
 
 
-def read_record(path: Path) -> tuple[dict[str, Any], list[DriftSample]]:
+def read_drift(path: Path) -> tuple[dict[str, Any], list[DriftSample]]:
     """Header and samples of a drift file. A half-written last line (a killed run) is skipped.
 
     Raises ValueError for another schema version or a file without a header.

@@ -14,7 +14,7 @@ from routeguard.recall.checks import check_at_least_one, check_lengths, check_pr
 from routeguard.recall.haystack_use import chosen_haystack
 from routeguard.recall.probe_budget import affordable
 from routeguard.recall.probe_failures import Failures, release_memory
-from routeguard.recall.probe_record import RECORD_FILE, append_failure, append_record, begin_record, read_probe_record
+from routeguard.recall.probe_record import RECORD_FILE, append_failure, append_record, begin_record, read_recall
 from routeguard.recall.probe_samples import ProbeSamples, probe_samples
 from routeguard.recall.probe_summary import closing, nothing_recalled, opening
 from routeguard.recall.quiet import undisturbed, unwrapped
@@ -146,7 +146,7 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
             limited=self.max_drop is not None,
             insist=self.insist,
         )
-        self._earlier = read_probe_record(record)
+        self._earlier = read_recall(record)
         print(self._opening(self._asked), flush=True)
         self._measure(self._asked, model, args, state, control)  # a failure here ends the training before it began
         if warning := nothing_recalled(self._first):

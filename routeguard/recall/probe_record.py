@@ -79,7 +79,7 @@ def append_failure(path: Path, failure: Failure) -> None:
         stream.write(json.dumps(line) + "\n")
 
 
-def read_probe_record(path: str | Path, *, restored: bool = False) -> dict[int, RecallResult]:
+def read_recall(path: str | Path, *, restored: bool = False) -> dict[int, RecallResult]:
     """Results by step from `OUTPUT/routeguard/recall.jsonl`; a half-written last line is skipped. `restored`: what was
     measured after a restore at the end, instead. Failed ones (lines with "failed", the reason) are left out.
 
@@ -125,7 +125,7 @@ def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tupl
 
 def _first_result(record: Path) -> RecallResult | None:
     """What a run measured first; None if there is nothing."""
-    results = read_probe_record(record) if record.is_file() else {}
+    results = read_recall(record) if record.is_file() else {}
     return results[min(results)] if results else None
 
 

@@ -14,7 +14,7 @@ from routeguard.recall.result import RecallResult
 from routeguard.report.coverage import find_coverage
 from routeguard.report.environment import find_environment
 from routeguard.report.findings import find_warnings
-from routeguard.report.reading import ProbeRecord, Problems, read_drift, read_probe, read_restore, read_training
+from routeguard.report.reading import ProbeRecord, Problems, read_drift_report, read_probe, read_restore, read_training
 from routeguard.report.run import RunReport, Verdict
 from routeguard.training.run_state import DRIFT_FILE, FOLDER, RESTORE_FILE, STATE_FILE, read_state
 
@@ -54,7 +54,7 @@ def collect_run(
     record = run / RECORD_FILE
     state = problems.read(kept if (kept / STATE_FILE).is_file() else run, read_state)
     facts = problems.read(kept / SIDECAR_FILE, read_facts)
-    drift = problems.read(kept / DRIFT_FILE, read_drift)
+    drift = problems.read(kept / DRIFT_FILE, read_drift_report)
     restore = problems.read(kept / RESTORE_FILE, read_restore)
     probe = problems.read(record, read_probe) or ProbeRecord({}, {}, Failures())
     checkpoints = _checkpoints(run)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from routeguard.recall.probe_failures import Failure, Failures
-from routeguard.recall.probe_record import read_probe_record
+from routeguard.recall.probe_record import read_recall
 from routeguard.recall.result import RecallResult
 from routeguard.report.run import Training
 from routeguard.restoration.average_report import AverageReport
@@ -39,7 +39,7 @@ class Problems:
             return None
 
 
-def read_drift(path: Path) -> DriftReport | None:
+def read_drift_report(path: Path) -> DriftReport | None:
     """The drift record; None while it holds no step."""
     from routeguard.diagnostics.drift_report import drift_report
 
@@ -71,7 +71,7 @@ class ProbeRecord:
 
 def read_probe(path: Path) -> ProbeRecord:
     """A probe's record, with its failures. Raises ValueError or KeyError where it is damaged."""
-    return ProbeRecord(read_probe_record(path), read_probe_record(path, restored=True), _failures(path))
+    return ProbeRecord(read_recall(path), read_recall(path, restored=True), _failures(path))
 
 
 def _failures(path: Path) -> Failures:

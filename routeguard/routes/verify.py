@@ -14,7 +14,7 @@ from routeguard.routes.from_probe import kind_of, probed_rows
 from routeguard.routes.in_memory import is_adapter_parameter
 from routeguard.routes.probe import ProbedBlock, probe_routes
 
-__all__ = ["verify_routes"]
+__all__ = ["verify"]
 
 
 @dataclass
@@ -28,7 +28,7 @@ class _Seen:
     any_role: set[int] = field(default_factory=set)
 
 
-def verify_routes(
+def verify(
     model: nn.Module,
     routes: Routes | None = None,
     *,
