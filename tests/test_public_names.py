@@ -18,7 +18,7 @@ def test_a_strict_type_checker_takes_every_public_name(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     names = [name for name in routeguard.__all__ if name != "__version__"]
     (tmp_path / "user.py").write_text(
-        f"from routeguard import {', '.join(names)}\n\nfrom routeguard import read_drift\n"
+        f"from routeguard import {', '.join(names)}\n\nfrom routeguard import import_module\n"
     )
     command = [sys.executable, "-m", "mypy", *SETTINGS, f"--cache-dir={tmp_path}", "user.py"]
     said = subprocess.run(
@@ -29,4 +29,4 @@ def test_a_strict_type_checker_takes_every_public_name(tmp_path: Path) -> None:
         text=True,
     ).stdout
     assert "Found 1 error" in said, said
-    assert 'user.py:3: error: Module "routeguard" does not explicitly export attribute "read_drift"' in said
+    assert 'user.py:3: error: Module "routeguard" does not explicitly export attribute "import_module"' in said
