@@ -157,7 +157,7 @@ def test_the_axolotl_plugin_makes_a_guard_of_its_section(monkeypatch: pytest.Mon
     module = _stand_in(monkeypatch, "axolotl", "axolotl.integrations.base", BasePlugin=object)
     plugin = module.RouteGuardPlugin()
     (guard,) = plugin.add_callbacks_pre_trainer({"routeguard": {"recipe": "balanced"}}, None)
-    assert (guard.protect, guard.restore) == (Track(), Average(0.1))
+    assert (guard.protect, guard.restore) == (L2SP(), None)
     (guard,) = plugin.add_callbacks_pre_trainer({}, None)
     assert guard.protect == Freeze()
     with pytest.raises(ValueError, match="closest 'protect'"):
