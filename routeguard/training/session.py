@@ -224,6 +224,7 @@ class Session:
             learning_rate=float(optimizer.param_groups[0].get("initial_lr", optimizer.param_groups[0]["lr"])),
             copy_bytes=(rows if self.meter is None else self.meter.start_bytes)
             + (self.pull.start_bytes if isinstance(self.pull, WholePull) else 0),
+            pulled=self.pull.describe_members() if isinstance(self.pull, WholePull) else "",
             reference_origin=self.start.origin,
             obstacles=self.meter.obstacles if self.meter is not None else {},
         )

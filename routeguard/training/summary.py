@@ -18,12 +18,14 @@ def summarise(
     *,
     learning_rate: float,
     copy_bytes: int,
+    pulled: str = "",
     reference_origin: str,
     obstacles: Mapping[int, str],
 ) -> str:
     """The summary as text.
 
-    `copy_bytes` are the device bytes of the kept start; `obstacles` say where the logit form stops.
+    `copy_bytes` are the device bytes of the kept start; `pulled` says how much L2SP pulls; `obstacles` say
+    where the logit form stops.
     """
     moving = [h for h in held if h.part != "base"]
     dtypes = sorted({str(h.parameter.dtype).removeprefix("torch.") for h in held}) or ["none"]
@@ -34,6 +36,8 @@ def summarise(
         f"  covered: {len(routes.parameters)} tensors, {routes.num_parameters:,} parameters, "
         f"{format_bytes(routes.num_bytes)}, {routes.share:.2%} of the model, {', '.join(dtypes)}",
     ]
+    if pulled:
+        lines.append(f"  pulled: {pulled}")
     partial = [h for h in held if h.rows is not None]
     if partial:
         rows = sum(stop - start for h in partial for start, stop in h.rows or ())
