@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 from routeguard.cli.main import app
 from routeguard.diagnostics.drift_report import drift_report
-from routeguard.drift.meter import DriftSample
 from routeguard.drift.record import DriftRecord
+from routeguard.drift.sample import DriftSample
 
 
 @pytest.fixture

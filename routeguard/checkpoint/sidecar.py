@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from routeguard.routes.collection import Rows, rows_from_json
-from routeguard.routes.collection import route_from_json as route_from_json
 from routeguard.storage.header import StoredTensor, read_header
 from routeguard.storage.row_bytes import row_chunks
 

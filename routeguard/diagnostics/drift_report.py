@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from routeguard.drift.meter import DriftSample
 from routeguard.drift.record import read_drift
+from routeguard.drift.sample import DriftSample
 from routeguard.routes.wording import as_printed
 
 if TYPE_CHECKING:

@@ -8,9 +8,10 @@ from typing import Any
 from routeguard.doctor.environment import missing_extra
 from routeguard.doctor.findings import Finding, collecting
 from routeguard.doctor.settings import TrainingSettings
+from routeguard.protect.adapter_inits import ZERO_B_INITS
 from routeguard.protect.freeze import refuse_started_adapters
 from routeguard.protect.groups import check_pull_rate
-from routeguard.protect.held import ZERO_B_INITS, Held, held_parameters
+from routeguard.protect.held import Held, held_parameters
 from routeguard.protect.modes import Anchor, LowLR
 from routeguard.protect.recipes import Recipe
 from routeguard.routes.collection import Routes

@@ -14,8 +14,7 @@ from routeguard.drift.adapter_terms import lora_terms
 from routeguard.drift.forms import routing_forms
 from routeguard.drift.frobenius import compiled_kernel, relative
 from routeguard.drift.routing_form import compiled_pair_kernel
-from routeguard.drift.sample import Cell
-from routeguard.drift.sample import DriftSample as DriftSample
+from routeguard.drift.sample import Cell, DriftSample
 from routeguard.drift.terms import StartRows, base_terms, start_squares
 from routeguard.protect.held import Held, held_parameters
 from routeguard.protect.rows import take_rows

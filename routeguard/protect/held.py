@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from routeguard.protect.adapter_inits import ZERO_B_INITS as ZERO_B_INITS
+from routeguard.protect.adapter_inits import ZERO_B_INITS
 from routeguard.protect.rows import take_rows
 from routeguard.routes.collection import Route, Routes, Rows, count_rows, merge_rows
 from routeguard.routes.in_memory import is_quantised

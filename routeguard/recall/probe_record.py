@@ -10,6 +10,7 @@ from typing import Any
 
 from routeguard.recall.probe_failures import Failure
 from routeguard.recall.result import RecallResult
+from routeguard.storage.aside import move_aside
 
 SCHEMA_VERSION = 1
 RECORD_FILE = "routeguard/recall.jsonl"  # inside the Trainer's output folder
@@ -50,7 +51,7 @@ def begin_record(
             except (json.JSONDecodeError, KeyError):
                 continue  # the half-written end of a killed run
     else:
-        aside = _move_aside(path)
+        aside = move_aside(path)
         if changes or (limited and resume_step):
             why = f"was probed otherwise ({text})" if changes else f"has no measurement in {path}"
             kept_as = "" if aside is None else f" its record is kept as {aside};"
@@ -131,14 +132,3 @@ def _first_result(record: Path) -> RecallResult | None:
 
 def _accuracies(result: RecallResult) -> dict[int, float]:
     return {int(cell.label[0]): cell.accuracy for cell in result.by_length()}
-
-
-def _move_aside(path: Path) -> Path | None:
-    """Keep what another run left there; gives its new name."""
-    if not path.exists():
-        return None
-    number = 1
-    while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    path.rename(aside)
-    return aside

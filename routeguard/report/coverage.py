@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from routeguard.checkpoint.sidecar import route_from_json
-from routeguard.routes.collection import ROLES, Routes
+from routeguard.routes.collection import ROLES, Routes, route_from_json
 from routeguard.routes.find import find_on_disk
 from routeguard.routes.names import canonical_name
 from routeguard.training.coverage import Coverage, coverage_of
