@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from routeguard.diagnostics.plots import COLOURS, finish, new_figure, tidy
+from routeguard.plots import COLOURS, finish, new_figure, tidy
 
 # Method, label, colour, and the line's kind.
 CHAIN_METHODS = (

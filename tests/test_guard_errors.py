@@ -14,6 +14,7 @@ import routeguard
 from routeguard import Anchor, Freeze, Interpolate, LowLR, QKPro, QKRestore, RouteGuard, Track
 from tests.loops import tiny
 from tests.trainers import arguments, dataset, make, run
+from tests.tuned import values
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -112,6 +113,29 @@ def test_a_reference_from_another_model(tmp_path: Path) -> None:
         run(tiny(), tmp_path, RouteGuard("track", reference=tiny("granitemoehybrid")))
     with pytest.raises(ValueError, match="does not exist"):
         run(tiny(), tmp_path, RouteGuard("track", reference=str(tmp_path / "nowhere")))
+
+
+@pytest.mark.parametrize("mode", ["anchor", "l2_sp", "freeze"])
+def test_a_reference_whose_weights_mean_something_else(mode: str, tmp_path: Path) -> None:
+    turned = tiny()
+    turned.config.rope_parameters = {**turned.config.rope_parameters, "rope_theta": 77.0}
+    with pytest.raises(ValueError, match=r"rope: .* in the model, .*77\.0.* in the reference"):
+        run(tiny(), tmp_path, RouteGuard(mode, reference=turned))
+    run(tiny(), tmp_path, RouteGuard(mode, reference=turned, insist=True))
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "message"),
+    [
+        ("anchor", "self_attn.q_proj", "q_proj.weight.* there is no sound start"),
+        ("l2_sp", "feed_forward.w1", "L2SP would pull towards them"),
+    ],
+)
+def test_a_reference_with_nan(mode: str, name: str, message: str, tmp_path: Path) -> None:
+    start = values(tiny())
+    next(value for key, value in start.items() if name in key).view(-1)[0] = float("nan")
+    with pytest.raises(ValueError, match=message):
+        run(tiny(), tmp_path, RouteGuard(mode, reference=start))
 
 
 @pytest.mark.parametrize("mode", ["freeze", "track", "anchor"])

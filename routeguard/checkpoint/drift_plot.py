@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from routeguard.diagnostics.plots import new_figure
+from routeguard.plots import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,21 +62,16 @@ def distance(
     """
     from routeguard.diagnostics.distance import attention_distance
     from routeguard.diagnostics.distance_change import distance_change
-    from routeguard.restoration.in_memory import restored
 
     _check_plot(plot)
     options: dict[str, Any] = {"layers": parse_layers(layers), "num_queries": queries, "insist": insist}
     loaded, tokenizer = load_model(model)
     rows = _rows(tokenizer, text, tokens, sequences)
-    if before is None:
-        result: Any = attention_distance(loaded, rows, **options)
-    else:
-        start, _ = load_model(before)
-        states = {"before": attention_distance(start, rows, **options)}
-        states["after"] = attention_distance(loaded, rows, **options)
-        with restored(loaded, start):
-            states["restored"] = attention_distance(loaded, rows, **options)
-        result = distance_change(states)
+
+    def measure(candidate: Any) -> Any:
+        return attention_distance(candidate, rows, **options)
+
+    result = measure(loaded) if before is None else distance_change(_in_three_states(measure, loaded, before))
     _show(result, as_json=as_json, plot=plot)
 
 
@@ -118,7 +114,6 @@ def picture(
     """
     from routeguard.diagnostics.needle_prompt import needle_prompt
     from routeguard.diagnostics.routing_picture import attention_map, routing_picture
-    from routeguard.restoration.in_memory import restored
 
     _check_plot(plot)
     if task is None and (length, depth, seed) != (None, None, None):
@@ -136,14 +131,11 @@ def picture(
         place = 0.5 if depth is None else depth
         prompt = needle_prompt(tokenizer, task=task, length_tokens=sizes[0], depth=place, seed=seed or 0)
         rows, marks = prompt.input_ids, prompt.marks
-    if before is None:
-        states = {"": attention_map(loaded, rows, layer=layer, head=head, insist=insist)}
-    else:
-        start, _ = load_model(before)
-        states = {"before": attention_map(start, rows, layer=layer, head=head, insist=insist)}
-        states["after"] = attention_map(loaded, rows, layer=layer, head=head, insist=insist)
-        with restored(loaded, start):
-            states["restored"] = attention_map(loaded, rows, layer=layer, head=head, insist=insist)
+
+    def measure(candidate: Any) -> Any:
+        return attention_map(candidate, rows, layer=layer, head=head, insist=insist)
+
+    states = {"": measure(loaded)} if before is None else _in_three_states(measure, loaded, before)
     _show(routing_picture(states, marks=marks), as_json=as_json, plot=plot)
 
 
@@ -270,17 +262,28 @@ def locality(
 
 def _check_plot(path: Path | None) -> None:
     """Raise ValueError, before anything is measured, where the picture could not be written."""
-    from routeguard.diagnostics.plots import check_plot
+    from routeguard.plots import check_plot
 
     check_plot(path)
     if path is not None:
         refuse_no_place(path, "--plot")
 
 
-def _rows(tokenizer: Any, text: Path | None, tokens: int, sequences: int) -> Any:
-    from routeguard.diagnostics.texts import builtin_prose, token_rows
+def _in_three_states(measure: Callable[[Any], Any], model: Any, before: Path) -> dict[str, Any]:
+    """What `measure` says of the starting checkpoint, of the model, and of the model with its routing put back."""
+    from routeguard.restoration.in_memory import restored
 
-    content = builtin_prose() if text is None else read_file(text, "--text")
+    start, _ = load_model(before)
+    states = {"before": measure(start), "after": measure(model)}
+    with restored(model, start):
+        states["restored"] = measure(model)
+    return states
+
+
+def _rows(tokenizer: Any, text: Path | None, tokens: int, sequences: int) -> Any:
+    from routeguard.diagnostics.texts import manual_text, token_rows
+
+    content = manual_text() if text is None else read_file(text, "--text")
     return token_rows(tokenizer, content, num_tokens=tokens, num_sequences=sequences)
 
 

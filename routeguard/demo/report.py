@@ -14,7 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from routeguard.demo.run import BEFORE, DemoResult, Row
-from routeguard.diagnostics.plots import NoMatplotlibError, finish, new_figure, tidy
+from routeguard.plots import NoMatplotlibError, finish, new_figure, tidy
 from routeguard.storage import durable
 
 if TYPE_CHECKING:

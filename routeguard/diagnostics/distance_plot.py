@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from routeguard.diagnostics.plots import COLOURS, finish, new_figure, tidy
+from routeguard.plots import COLOURS, finish, new_figure, tidy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -75,7 +75,7 @@ class DriftReport:
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Drift over steps, and the logit form by head; written to `path` if given. Needs `routeguard[plots]`."""
-        from routeguard.diagnostics.plots import COLOURS, finish, new_figure, tidy
+        from routeguard.plots import COLOURS, finish, new_figure, tidy
 
         routing = self.last_routing
         columns = 1 if routing is None else 2
@@ -127,7 +127,7 @@ def drift_report(run: str | Path) -> DriftReport:
 
 def _draw_heads(axes: Any, sample: DriftSample) -> None:
     """One row a layer, one cell a head."""
-    from routeguard.diagnostics.plots import GREY
+    from routeguard.plots import GREY
 
     layers = sorted(sample.routing)
     widest = max(len(sample.routing[layer]) for layer in layers)

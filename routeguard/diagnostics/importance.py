@@ -90,7 +90,7 @@ class ImportanceRanking:
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Bars, most important first; written to `path` if given. Needs `routeguard[plots]`."""
-        from routeguard.diagnostics.plots import COLOURS, finish, new_figure, tidy
+        from routeguard.plots import COLOURS, finish, new_figure, tidy
 
         shown = self.ranking[:40]
         figure, axes = new_figure(width=6.4, height=max(1.8, 0.24 * len(shown) + 1.1))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from routeguard.diagnostics.decay_fit import DecayCurve, fit_decay
-from routeguard.diagnostics.plots import COLOURS, finish, new_figure, tidy
+from routeguard.plots import COLOURS, finish, new_figure, tidy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NUM_CELLS = 256
-STATES = ("before", "after", "restored")
 
 
 @dataclass(frozen=True, eq=False)

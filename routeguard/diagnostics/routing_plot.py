@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from routeguard.diagnostics.plots import COLOURS, GREY, finish, new_figure, tidy
+from routeguard.plots import COLOURS, GREY, finish, new_figure, tidy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

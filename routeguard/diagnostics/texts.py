@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def builtin_prose() -> str:
+def manual_text() -> str:
     """English prose of about 70 thousand words: Python's own documentation topics. No download."""
     from pydoc_data.topics import topics
 

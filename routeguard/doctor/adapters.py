@@ -8,8 +8,7 @@ from typing import Any
 from routeguard.doctor.findings import Finding
 from routeguard.doctor.settings import Tool
 from routeguard.protect.lora_coverage import few_layers, lora_coverage
-from routeguard.protect.lora_modules import LinearModule
-from routeguard.protect.lora_report import summarise
+from routeguard.protect.lora_report import places
 from routeguard.protect.lora_targets import LoraTargets, lora_targets
 from routeguard.protect.modes import Freeze, Protection
 
@@ -55,19 +54,15 @@ def check_adapters(wrapped: Any, targets: LoraTargets | None, protect: Protectio
         text = "none sits on the queries and keys of full attention, so those stand still anyway"
         findings.append(Finding("ok", "adapters", text))
     elif not isinstance(protect, Freeze):
-        text = f"those on queries and keys ({_places(on)}) are what {protect.name} acts on or logs"
+        text = f"those on queries and keys ({places(on)}) are what {protect.name} acts on or logs"
         findings.append(Finding("note", "adapters", text))
     if wasted:
-        text = f"those on {_places(whole)} will be frozen: they take memory and do nothing"
+        text = f"those on {places(whole)} will be frozen: they take memory and do nothing"
         findings.append(Finding("warning", "adapters", text, _way_out(targets, tool)))
     if part and isinstance(protect, Freeze):
-        text = f"those on {_places(part)} will be frozen in the rows of queries and keys; their other rows train"
+        text = f"those on {places(part)} will be frozen in the rows of queries and keys; their other rows train"
         findings.append(Finding("note", "adapters", text))
     return AdapterCheck(tuple(findings), wasted)
-
-
-def _places(modules: list[LinearModule]) -> str:
-    return summarise((m.inner, m.layer) for m in modules)
 
 
 def _way_out(targets: LoraTargets | None, tool: Tool) -> str:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from routeguard.protect.groups import RoutingGroups, check_pull_rate, split_groups
+from routeguard.protect.groups import check_pull_rate, split_groups
 from routeguard.protect.held import Held, held_parameters, trained_adapters
 from routeguard.protect.modes import Anchor
+from routeguard.protect.routing_groups import RoutingGroups
 from routeguard.protect.rows import take_rows
 from routeguard.routes.collection import Routes
 from routeguard.routes.wording import as_printed, first_of

@@ -15,6 +15,11 @@ from routeguard.routes.find import find_routes
 from routeguard.routes.names import canonical_name
 
 
+def places(modules: Iterable[LinearModule]) -> str:
+    """Names and layers of modules, in words."""
+    return summarise((module.inner, module.layer) for module in modules)
+
+
 def summarise(names: Iterable[tuple[str, int | None]]) -> str:
     """`v_proj, o_proj (8 layers)` from names inside a layer and their layers; numbered parts are folded into `*`."""
     by_name: dict[str, set[int | None]] = {}
@@ -95,15 +100,11 @@ def quiet_routes(model: nn.Module, *, layers: Iterable[int] | None = None, share
         return find_routes(model, layers=layers, shared=shared)
 
 
-def _places(modules: Iterable[LinearModule]) -> str:
-    return summarise((m.inner, m.layer) for m in modules)
-
-
 def _halves_note(halves: Sequence[LinearModule]) -> str | None:
     if not halves:
         return None
     return (
-        f"{_places(halves)}: hold query or key rows and are adapted whole; combine with RouteGuard(protect=Freeze()), "
+        f"{places(halves)}: hold query or key rows and are adapted whole; combine with RouteGuard(protect=Freeze()), "
         "which masks those rows of lora_B"
     )
 
@@ -114,7 +115,7 @@ def _shared_note(model: nn.Module, adapted: Iterable[LinearModule]) -> str | Non
     if not both:
         return None
     return (
-        f"{_places(both)}: feed keys and values alike and are adapted; keys can move through them (shared=True leaves "
+        f"{places(both)}: feed keys and values alike and are adapted; keys can move through them (shared=True leaves "
         "them out)"
     )
 
@@ -122,8 +123,8 @@ def _shared_note(model: nn.Module, adapted: Iterable[LinearModule]) -> str | Non
 def _experts_note(model: nn.Module, routes: Routes, reached: set[str]) -> str | None:
     decoder = locate_decoder(routes)
     left = [(inner, canonical_name(name)) for name, inner in expert_tensors(model, routes)]
-    places = [(inner, decoder.locate(name)[0]) for inner, name in left if name not in reached]
-    return f"3-D expert tensors are no modules: {summarise(places)}; target_parameters reaches them" if places else None
+    missed = [(inner, decoder.locate(name)[0]) for inner, name in left if name not in reached]
+    return f"3-D expert tensors are no modules: {summarise(missed)}; target_parameters reaches them" if missed else None
 
 
 def _tied_note(model: nn.Module, adapted: Iterable[LinearModule]) -> str | None:

@@ -23,6 +23,7 @@ from routeguard.recall.result import RecallResult
 from routeguard.recall.sample import Sample, build_sample
 from routeguard.recall.scores import SampleScore
 from routeguard.recall.task import Task
+from routeguard.routes.in_memory import model_name
 
 Progress = Callable[[int, int, float], None]
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -145,7 +146,7 @@ def measure_recall(
     for task, length in plan.cells():  # refusals before the first long forward pass, and before a file is begun
         plan.sample(encoder, task, length, 0)
     journal = None if resume is None else Journal(Path(resume), {**settings, "fingerprint": fingerprint(model)})
-    settings["model"] = _name(model)
+    settings["model"] = model_name(model) or type(model).__name__
 
     def answer(batch: list[Sample]) -> list[SampleScore]:
         if method == "generated":
@@ -232,7 +233,3 @@ def _notes(plan: Plan, method: Method) -> Iterator[str]:
             "of several names that of the question); method='generated' takes them in any order, as RULER does"
         )
     yield from haystack_notes(plan.haystack, plan.tasks, max(plan.lengths))
-
-
-def _name(model: Any) -> str:
-    return str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)

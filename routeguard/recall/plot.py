@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from routeguard.diagnostics.plots import finish, new_figure
+from routeguard.plots import finish, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from routeguard.checkpoint.sidecar import SIDECAR_FILE, read_facts
+from routeguard.checkpoint.sidecar import SIDECAR_FILE, SIDECAR_FOLDER, read_facts
 from routeguard.recall.gate import gate
 from routeguard.recall.probe_failures import Failures
 from routeguard.recall.probe_record import RECORD_FILE
@@ -16,7 +16,7 @@ from routeguard.report.environment import find_environment
 from routeguard.report.findings import find_warnings
 from routeguard.report.reading import ProbeRecord, Problems, read_drift_report, read_probe, read_restore, read_training
 from routeguard.report.run import RunReport, Verdict
-from routeguard.training.run_state import DRIFT_FILE, FOLDER, RESTORE_FILE, STATE_FILE, read_state
+from routeguard.training.run_state import DRIFT_FILE, RESTORE_FILE, STATE_FILE, read_state
 
 STATES = ("before", "after", "restored")
 _LOOKED_FOR = (STATE_FILE, DRIFT_FILE, Path(RECORD_FILE).name, RESTORE_FILE, SIDECAR_FILE)
@@ -40,7 +40,7 @@ def collect_run(
         ValueError: the folder holds nothing of routeguard's; another state of recall than these three.
     """
     run = Path(folder)
-    kept = run / FOLDER
+    kept = run / SIDECAR_FOLDER
     given = dict(recall or {})
     strange = [name for name in given if name not in STATES]
     if strange:

@@ -45,6 +45,12 @@ def model_config(model: nn.Module) -> dict[str, Any]:
     return {**{k: v for k, v in data.items() if not isinstance(v, dict)}, "text_config": section}
 
 
+def model_name(model: nn.Module) -> str | None:
+    """Name or path that a model (wrapped is fine) was loaded from; None where it was made in memory."""
+    names = [getattr(getattr(module, "config", None), "_name_or_path", None) for module in _unwrapped(model)]
+    return next((str(name) for name in names if name), None)
+
+
 def model_tensors(model: nn.Module) -> dict[str, TensorInfo]:
     """Canonical name to `TensorInfo` of every base parameter, once for each name that it is tied to.
 

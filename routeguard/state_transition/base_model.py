@@ -7,11 +7,6 @@ from typing import Any
 from torch import nn
 
 
-def model_name(model: Any) -> str | None:
-    """Name or path that a model was loaded from; None where it was made in memory."""
-    return str(getattr(model.config, "_name_or_path", "") or "") or None
-
-
 def named_part(model: Any, getter: str) -> nn.Module:
     """What a method like `get_decoder` of the model gives; ValueError where it has none."""
     get = getattr(model, getter, None)

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from routeguard.recall.quiet import undisturbed
+from routeguard.routes.in_memory import model_name
+from routeguard.routes.wording import as_printed
 from routeguard.state_transition.base_model import (
-    model_name,
     named_part,
     per_layer_embeddings,
     refuse_mixed_caches,
@@ -241,6 +242,8 @@ class StateTransition:
             f"state transition: linear paths in layers {list(self.layers)}, {len(self.config.token_ids)} step tokens; "
             f"{trained:,} trained parameters beside {base:,} frozen ones ({trained / base:.2%})"
         )
+
+    _repr_pretty_ = as_printed
 
 
 def add_state_transition(

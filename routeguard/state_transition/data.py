@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from routeguard.diagnostics.plots import COLOURS, finish, new_figure, tidy
+from routeguard.plots import COLOURS, finish, new_figure, tidy
+from routeguard.routes.wording import as_printed
 from routeguard.state_transition.patterns import Patterns, cluster_patterns, embed_steps
 from routeguard.state_transition.segment import TRANSITION_WORDS, segment_steps
 from routeguard.state_transition.step_marks import StepMarks
@@ -47,6 +48,8 @@ class MarkedSteps:
             about.append(str(self.patterns))
         about += [f"  {number}. {step.strip()[:100]!r}" for number, step in enumerate(self.sample[:8], 1)]
         return "\n".join(about)
+
+    _repr_pretty_ = as_printed
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """How long steps are, and how many a trace has; written to `path` if given."""

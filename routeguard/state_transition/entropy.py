@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from routeguard.diagnostics.plots import COLOURS, finish, new_figure, tidy
+from routeguard.plots import COLOURS, finish, new_figure, tidy
 from routeguard.recall.quiet import undisturbed
+from routeguard.routes.wording import as_printed
 from routeguard.state_transition.segment import normal, sentences, stands_alone
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class TransitionWords:
             f"{self.num_sentences} sentences in {self.num_traces} traces; entropy before them in nats "
             f"(all tokens: {self.typical:.2f})\n{rows}"
         )
+
+    _repr_pretty_ = as_printed
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Entropy before each word as bars, chosen and others; written to `path` if given."""

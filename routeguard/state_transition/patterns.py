@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from routeguard.recall.quiet import undisturbed
+from routeguard.routes.wording import as_printed
 
 NUM_PATTERNS = 128  # the paper's
 
@@ -47,6 +48,8 @@ class Patterns:
             f"{self.num_patterns} thinking patterns over {len(self.labels)} steps; the largest has {sizes.max()}, the "
             f"smallest {sizes.min()}"
         )
+
+    _repr_pretty_ = as_printed
 
 
 @torch.no_grad()

@@ -54,7 +54,8 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         layers: narrow to these full-attention layers (indices).
         roles: "query" and "key" (default), or one of them.
         norms: also hold the gains of query and key norms. Default no.
-        insist: go on where a resumed run's settings or start differ from before.
+        insist: go on where a resumed run's settings or start differ from before, or where a named reference comes
+            from a model whose queries and keys mean something else (another rotary base, say).
         probe: a `RecallProbe`, to measure recall during the run, and again after a restore at the end.
 
     Raises:

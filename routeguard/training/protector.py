@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from routeguard.protect.anchor import anchored
 from routeguard.protect.freeze import Frozen, freeze
-from routeguard.protect.groups import RoutingGroups, split_groups
+from routeguard.protect.groups import split_groups
 from routeguard.protect.held import Held, held_parameters, quantised_routes
 from routeguard.protect.l2_sp import refuse_unpulled
 from routeguard.protect.modes import L2SP, Anchor, Freeze, LowLR, Protection
 from routeguard.protect.optimizers import inner_optimizer
+from routeguard.protect.routing_groups import RoutingGroups
 from routeguard.routes.collection import Role, Routes
 from routeguard.routes.find import find_routes
 from routeguard.routes.wording import first_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from routeguard.protect.anchor import AnchorPull
-from routeguard.protect.groups import RoutingGroups
+from routeguard.protect.routing_groups import RoutingGroups
 from routeguard.sharding.whole import local_tensor
 
 _SAMPLE = 65_536  # entries looked at

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from routeguard import __version__
+from routeguard.checkpoint.sidecar import SIDECAR_FOLDER
 from routeguard.protect.modes import AtEnd, Protection
 from routeguard.storage.durable import write_json
 from routeguard.training.coverage import Coverage
 
 SCHEMA_VERSION = 1
-FOLDER = "routeguard"  # inside the Trainer's output folder
 STATE_FILE = "routeguard.json"
-REFERENCE_FILE = "reference.safetensors"
 WHOLE_START_FILE = "start.safetensors"  # every weight, kept where the run averages at its end
 DRIFT_FILE = "drift.jsonl"
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")  # whose versions are kept
@@ -87,7 +86,7 @@ def read_state(folder: Path) -> RunState | None:
 
     Raises ValueError for a file that is damaged or from another schema version.
     """
-    path = next((p for p in (folder / STATE_FILE, folder / FOLDER / STATE_FILE) if p.is_file()), None)
+    path = next((p for p in (folder / STATE_FILE, folder / SIDECAR_FOLDER / STATE_FILE) if p.is_file()), None)
     if path is None:
         return None
     try:

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from routeguard.checkpoint.sidecar import read_facts
+from routeguard.checkpoint.sidecar import SIDECAR_FILE, SIDECAR_FOLDER, read_facts
 from routeguard.drift.meter import DriftMeter
 from routeguard.drift.record import DriftRecord
 from routeguard.drift.sample import DriftSample
 from routeguard.protect.anchor import AnchorPull
 from routeguard.protect.freeze import Frozen
-from routeguard.protect.groups import RoutingGroups
 from routeguard.protect.held import Held, held_parameters
 from routeguard.protect.l2_sp import WholePull
 from routeguard.protect.modes import L2SP, Anchor, Average, Freeze
 from routeguard.protect.optimizers import inner_optimizer
+from routeguard.protect.routing_groups import RoutingGroups
 from routeguard.restoration.reference import save_reference
 from routeguard.sharding.processes import sum_over_processes
 from routeguard.sharding.split import shards_of
@@ -33,7 +33,7 @@ from routeguard.training.log_metrics import LogWrapper, flat_metrics
 from routeguard.training.planned_rates import planned_rates
 from routeguard.training.resolution import ResolutionWatch
 from routeguard.training.rewriters import refuse_bema_beside_shards
-from routeguard.training.run_state import DRIFT_FILE, FOLDER, REFERENCE_FILE, STATE_FILE, versions_here, write_state
+from routeguard.training.run_state import DRIFT_FILE, STATE_FILE, versions_here, write_state
 from routeguard.training.start import Start, find_start
 from routeguard.training.start_values import refuse_nan, start_values
 from routeguard.training.stillness import Stillness
@@ -68,7 +68,7 @@ class Session:
     ) -> None:
         assert guard.routes is not None
         self.guard = guard
-        self.folder = Path(output_dir) / FOLDER
+        self.folder = Path(output_dir) / SIDECAR_FOLDER
         self.is_main = is_main
         self.frozen = frozen
         self.groups = groups
@@ -232,7 +232,7 @@ class Session:
     def _write_start(self, resumed_step: int) -> None:
         write_state(self.folder, self.state)
         if self.start.reference is not None:
-            path = self.folder / REFERENCE_FILE
+            path = self.folder / SIDECAR_FILE
             if not path.is_file() or read_facts(path)["digest"] != self.start.digest:
                 move_aside(path)
                 save_reference(self.start.reference, path)

@@ -10,16 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from routeguard.checkpoint.sidecar import read_facts
+from routeguard.checkpoint.sidecar import SIDECAR_FILE, SIDECAR_FOLDER, read_facts
 from routeguard.protect.held import Held, adapter_of, starts_at_zero, trained_adapters
 from routeguard.protect.modes import Freeze, Protection
 from routeguard.protect.rows import take_rows
 from routeguard.restoration.lookup import open_reference
+from routeguard.restoration.meaning import check_same_meaning, meaning_of
 from routeguard.restoration.reference import Reference, capture_reference, load_reference
+from routeguard.routes.in_memory import model_name
 from routeguard.routes.names import canonical_name
 from routeguard.routes.wording import first_of
 from routeguard.sharding.whole import whole_tensor
-from routeguard.training.run_state import FOLDER, REFERENCE_FILE, RunState, read_state
+from routeguard.training.run_state import RunState, read_state
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ def find_start(
 
     Raises:
         ValueError: a resumed run whose settings, start or sidecar do not fit; a further stage that does not say which
-            start it protects; a frozen start that differs from the live weights.
+            start it protects; a frozen start that differs from the live weights; a reference with NaN, or from a model
+            in which the same weights mean something else (another rotary base, say).
     """
     by_name = None if wanted is None or (isinstance(wanted, str) and wanted == "start") else wanted
     state = (
@@ -111,6 +114,13 @@ def _named(
     insist: bool,
 ) -> Start:
     reference = open_reference(wanted, model, held)
+    check_same_meaning(meaning_of(model), reference.meaning, insist=insist)
+    unsound = [name for name, values in reference.tensors.items() if not values.isfinite().all()]
+    if unsound:
+        raise ValueError(
+            f"the reference ({reference.origin}) has NaN or infinite entries in {first_of(unsound)}: there is no sound "
+            "start to protect"
+        )
     if state is not None and state.reference_digest != reference.digest and not insist:
         raise ValueError(
             f"the resumed run protected another start ({state.reference_origin}) than the reference given now "
@@ -154,10 +164,10 @@ def _kept_by_run(
                 "where they are now"
             )
         return _start_of(live, protect, state.stage)
-    files = [p for f in folders if (p := f / FOLDER / REFERENCE_FILE).is_file()]
+    files = [p for f in folders if (p := f / SIDECAR_FOLDER / SIDECAR_FILE).is_file()]
     if not files:
         raise ValueError(
-            f"the start that the resumed run protects is gone: no {FOLDER}/{REFERENCE_FILE} in "
+            f"the start that the resumed run protects is gone: no {SIDECAR_FOLDER}/{SIDECAR_FILE} in "
             f"{', '.join(map(str, folders))}. Give reference=PATH of the original model"
         )
     matching = [p for p in files if read_facts(p)["digest"] == state.reference_digest]
@@ -172,7 +182,7 @@ def _kept_by_run(
 def _refuse_unnamed_stage(model: nn.Module, held: Sequence[Held], previous: RunState | None, live: Start) -> None:
     if previous is not None and previous.reference_digest != live.digest:
         what = (
-            f"the model comes from a guarded run ({_name_or_path(model)}, stage {previous.stage}) whose queries and "
+            f"the model comes from a guarded run ({model_name(model)}, stage {previous.stage}) whose queries and "
             f"keys have moved from the start it protected ({previous.reference_origin})"
         )
     else:
@@ -217,11 +227,5 @@ def _folders(output_dir: Path, resumed_from: Path | None) -> list[Path]:
 
 
 def _previous_stage(model: nn.Module) -> RunState | None:
-    path = Path(_name_or_path(model))
-    return read_state(path) if str(path) != "." and path.is_dir() else None
-
-
-def _name_or_path(model: nn.Module) -> str:
-    unwrap: Any = getattr(model, "get_base_model", None)
-    base = unwrap() if callable(unwrap) else model
-    return str(getattr(getattr(base, "config", None), "_name_or_path", "") or "")
+    name = model_name(model)
+    return read_state(Path(name)) if name is not None and Path(name).is_dir() else None

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from routeguard.checkpoint.sidecar import SIDECAR_FOLDER
 from routeguard.protect.modes import Average
 from routeguard.restoration.average_report import AverageReport
 from routeguard.restoration.averaging import average, refuse_unfit
@@ -18,7 +19,7 @@ from routeguard.restoration.sources import ReferenceSource, Source, as_source
 from routeguard.routes.names import canonical_name
 from routeguard.sharding.processes import from_the_first, in_several_processes, is_first_process
 from routeguard.storage.durable import written_beside
-from routeguard.training.run_state import FOLDER, WHOLE_START_FILE
+from routeguard.training.run_state import WHOLE_START_FILE
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,16 +59,16 @@ def keep_whole_start(
     if wanted is not None and not (isinstance(wanted, str) and wanted == "start"):
         return WholeStart(wanted, is_own=False)
     folders = [output_dir, *([resumed_from, resumed_from.parent] if resumed_from else [])]
-    kept = next((f for folder in folders if (f := folder / FOLDER / WHOLE_START_FILE).is_file()), None)
+    kept = next((f for folder in folders if (f := folder / SIDECAR_FOLDER / WHOLE_START_FILE).is_file()), None)
     if resumed or again:
         found = from_the_first(None if kept is None else str(kept))
         if found is None:
             raise ValueError(
-                f"the start of every weight, which the run needs, is gone: no {FOLDER}/{WHOLE_START_FILE} in "
+                f"the start of every weight, which the run needs, is gone: no {SIDECAR_FOLDER}/{WHOLE_START_FILE} in "
                 f"{', '.join(map(str, folders))}. Give reference=PATH of the original model"
             )
         return WholeStart(found, is_own=True)
-    file = output_dir / FOLDER / WHOLE_START_FILE
+    file = output_dir / SIDECAR_FOLDER / WHOLE_START_FILE
     if is_first_process():
         file.parent.mkdir(parents=True, exist_ok=True)
         tensors = {canonical_name(n): p.detach().to("cpu", copy=True).contiguous() for n, p in model.named_parameters()}
@@ -80,7 +81,7 @@ def keep_whole_start(
 def trained_start(model: nn.Module, start: WholeStart) -> dict[nn.Parameter, Tensor]:
     """The start of every trained weight, on its device and in its dtype; read by the first process, sent to the others.
 
-    Raises ValueError, in every process alike, for a start that lacks weights or has others than the model.
+    Raises ValueError, in every process alike, for a start that lacks weights, has others than the model, or holds NaN.
     """
     trained = {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     source, failure = None, ""
@@ -104,6 +105,8 @@ def trained_start(model: nn.Module, start: WholeStart) -> dict[nn.Parameter, Ten
         values = values.to(parameter.device, parameter.dtype)
         if in_several_processes():
             torch.distributed.broadcast(values, src=0)
+        if not values.isfinite().all():
+            raise ValueError(f"the start of {name} holds NaN or infinite values: L2SP would pull towards them")
         starts[parameter] = values
     return starts
 

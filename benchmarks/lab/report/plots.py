@@ -10,7 +10,7 @@ from benchmarks.lab.conditions.table import BEFORE, CONDITIONS, NONE, QK
 from benchmarks.lab.experiment.journal import Result
 from benchmarks.lab.report.select import Cell, new_results
 from benchmarks.lab.report.statistics import correlation, rank_correlation
-from routeguard.diagnostics.plots import COLOURS, GREY, finish, new_figure, tidy
+from routeguard.plots import COLOURS, GREY, finish, new_figure, tidy
 
 FAMILIES = ("repair afterwards", "held while training", "replay alone", "replay with protection", "plain remedy")
 MARKERS = ("o", "s", "^", "D", "v")
