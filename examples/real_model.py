@@ -28,7 +28,7 @@ from real_model_support.weights import MODELS, fetch_wheels, load_model, prepare
 
 from routeguard import RouteGuard, averaged, restored, verify_checkpoint
 
-PROTECTIONS = ("track", "freeze", "low_lr", "anchor")
+PROTECTIONS = ("track", "freeze", "low_lr", "anchor", "l2_sp")
 
 
 def parse_arguments() -> argparse.Namespace:
