@@ -116,7 +116,9 @@ def test_a_reference_from_another_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["anchor", "l2_sp", "freeze"])
-def test_a_reference_whose_weights_mean_something_else(mode: str, tmp_path: Path) -> None:
+def test_a_reference_whose_weights_mean_something_else(
+    mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     turned = tiny()
     settings = getattr(turned.config, "rope_parameters", None)
     if settings is None:  # transformers 4
@@ -126,6 +128,9 @@ def test_a_reference_whose_weights_mean_something_else(mode: str, tmp_path: Path
     with pytest.raises(ValueError, match=r"rope: .* in the model, .*77\.0.* in the reference"):
         run(tiny(), tmp_path, RouteGuard(mode, reference=turned))
     run(tiny(), tmp_path, RouteGuard(mode, reference=turned, insist=True))
+    assert "note: insisted on although they differ: rope" in capsys.readouterr().out
+    run(tiny(), tmp_path / "bare", RouteGuard(mode, reference=values(tiny())))
+    assert "note: the reference carries no config: rotary settings" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

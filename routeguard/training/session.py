@@ -226,6 +226,7 @@ class Session:
             + (self.pull.start_bytes if isinstance(self.pull, WholePull) else 0),
             pulled=self.pull.describe_members() if isinstance(self.pull, WholePull) else "",
             reference_origin=self.start.origin,
+            notes=self.start.notes,
             obstacles=self.meter.obstacles if self.meter is not None else {},
         )
 

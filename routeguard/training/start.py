@@ -29,7 +29,8 @@ class Start:
     """The protected start and which guarded stage of these weights the run is.
 
     `reference` holds the values; None for `Freeze`, which needs no copy of whole tensors. Where an engine splits the
-    parameters, only the first process keeps its tensors, and `shards` has this process' part of each.
+    parameters, only the first process keeps its tensors, and `shards` has this process' part of each. `notes` say what
+    could not be compared with a named reference, or was insisted on.
     """
 
     digest: str
@@ -37,6 +38,7 @@ class Start:
     stage: int
     reference: Reference | None
     shards: Mapping[str, Tensor] | None = None
+    notes: tuple[str, ...] = ()
 
     def of_shards(self, shards: Mapping[str, Tensor], *, is_first: bool) -> Start:
         """The same start where this process keeps its part; all but the first process let go of whole tensors."""
@@ -114,7 +116,7 @@ def _named(
     insist: bool,
 ) -> Start:
     reference = open_reference(wanted, model, held)
-    check_same_meaning(meaning_of(model), reference.meaning, insist=insist)
+    notes = check_same_meaning(meaning_of(model), reference.meaning, insist=insist)
     unsound = [name for name, values in reference.tensors.items() if not values.isfinite().all()]
     if unsound:
         raise ValueError(
@@ -134,7 +136,7 @@ def _named(
                 f"({reference.origin}) in {first_of(moved)}; put them back first with "
                 "routeguard.restore(model, reference), or use Track() or Anchor() with restore=QKRestore()"
             )
-    return _start_of(reference, protect, stage)
+    return replace(_start_of(reference, protect, stage), notes=(*notes, *reference.notes))
 
 
 def _differing(reference: Reference, model: nn.Module, held: Sequence[Held]) -> list[str]:

@@ -20,12 +20,13 @@ def summarise(
     copy_bytes: int,
     pulled: str = "",
     reference_origin: str,
+    notes: Sequence[str] = (),
     obstacles: Mapping[int, str],
 ) -> str:
     """The summary as text.
 
-    `copy_bytes` are the device bytes of the kept start; `pulled` says how much L2SP pulls; `obstacles` say
-    where the logit form stops.
+    `copy_bytes` are the device bytes of the kept start; `pulled` says how much L2SP pulls; `notes` are about
+    a named start; `obstacles` say where the logit form stops.
     """
     moving = [h for h in held if h.part != "base"]
     dtypes = sorted({str(h.parameter.dtype).removeprefix("torch.") for h in held}) or ["none"]
@@ -55,7 +56,7 @@ def summarise(
         f"  start: {reference_origin}"
         + (f"; its copy on the device takes {format_bytes(copy_bytes)}" if copy_bytes else "; no copy is needed")
     )
-    lines += [f"  note: {note}" for note in routes.notes]
+    lines += [f"  note: {note}" for note in (*notes, *routes.notes)]
     if obstacles:
         reasons = sorted(set(obstacles.values()))
         lines.append(
