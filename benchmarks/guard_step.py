@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from benchmarks._timing import host_synchronisation_forbidden, interleaved
-from routeguard import Anchor, Freeze, LowLR, Track, find_routes, freeze
+from routeguard import L2SP, Anchor, Freeze, LowLR, Track, find_routes, freeze, l2_sp
 from routeguard.drift.meter import DriftMeter
 from routeguard.protect.anchor import AnchorPull, anchored
 from routeguard.protect.freeze import Frozen
@@ -27,6 +27,7 @@ from routeguard.protect.rows import take_rows
 from routeguard.training.stillness import Stillness
 
 TOKENS = (2, 128)
+RATE, NUM_STEPS = 1e-5, 1000  # of the planned run, for the pull that is a total over it
 FLOOR = "unguarded step"
 
 
@@ -50,7 +51,7 @@ def step_of(model: nn.Module, protect: Protection | None) -> Callable[[], None]:
     """One training step (forward, backward, clipping, fused AdamW, and the guard's part) as a function."""
     routes = find_routes(model)
     frozen = freeze(model, routes) if isinstance(protect, Freeze) else None
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=True)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE, fused=True)
     held = held_parameters(model, routes)
     starts = {h.name: take_rows(h.parameter.detach(), h.rows, h.dim).clone() for h in held if h.trainable}
     if isinstance(protect, LowLR):
@@ -58,6 +59,8 @@ def step_of(model: nn.Module, protect: Protection | None) -> Callable[[], None]:
     if isinstance(protect, Anchor):
         groups = split_groups(optimizer, anchored(held), tag="anchor", weight_decay=0.0)
         AnchorPull(groups, starts, protect)
+    if isinstance(protect, L2SP):
+        l2_sp(optimizer, model, rates=NUM_STEPS * RATE, total=protect.total)
     if frozen is not None:
         frozen.attach(optimizer)
     meter = DriftMeter(model, routes, held, starts) if isinstance(protect, Track) else None
@@ -80,7 +83,7 @@ def step_of(model: nn.Module, protect: Protection | None) -> Callable[[], None]:
 def whole_steps(device: str, rounds: int) -> float:
     """Print the ratio of each guarded step to the unguarded one; returns the seconds of the latter."""
     steps = {FLOOR: step_of(build(device), None)}
-    steps |= {mode.name: step_of(build(device), mode) for mode in (Freeze(), LowLR(), Track(), Anchor())}
+    steps |= {mode.name: step_of(build(device), mode) for mode in (Freeze(), LowLR(), Track(), Anchor(), L2SP())}
     timings = interleaved(steps, rounds=rounds, warmup=1, device=device)
     for name in steps:
         low, high = timings.spread(name, FLOOR)
@@ -94,7 +97,7 @@ def guard_alone(device: str, rounds: int, step_seconds: float) -> None:
     held = held_parameters(model, find_routes(model))
     starts = {h.name: take_rows(h.parameter.detach(), h.rows, h.dim).clone() for h in held}
     meter = DriftMeter(model, find_routes(model), held, starts)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
     pull = AnchorPull(split_groups(optimizer, held, tag="anchor", weight_decay=0.0), starts, Anchor())
 
     def measure_and_read() -> None:
@@ -108,6 +111,7 @@ def guard_alone(device: str, rounds: int, step_seconds: float) -> None:
             pull.groups.check()
             pull.pull()
         print("  no drift, check or pull waited for the device (sync debug mode 'error')")
+    whole = l2_sp(torch.optim.AdamW(model.parameters(), lr=RATE), model, rates=NUM_STEPS * RATE)
     still = Stillness(Frozen([], [], held))
     for h in held:
         h.parameter.requires_grad_(False)
@@ -115,6 +119,7 @@ def guard_alone(device: str, rounds: int, step_seconds: float) -> None:
         "drift at a step": lambda: meter.measure(0),
         "drift at a log step": measure_and_read,
         "the anchor's pull": pull.pull,
+        "L2-SP's pull": whole.pull,
         "freeze's check at a log step": still.check,
     }
     timings = interleaved(work, rounds=10 * rounds, device=device)
