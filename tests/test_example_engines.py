@@ -105,7 +105,7 @@ def held_and_moved(output: Path) -> tuple[list[bool], int]:
     )
 
 
-@pytest.mark.parametrize(("protect", "held"), [("freeze", True), ("anchor", False)])
+@pytest.mark.parametrize(("protect", "held"), [("freeze", True), ("anchor", False), ("l2_sp", False)])
 def test_the_script_on_one_process(protect: str, held: bool, data: Path, tmp_path: Path) -> None:
     run_here(data, tmp_path, "--protect", protect, batch_size=2)
     same, moved = held_and_moved(tmp_path)

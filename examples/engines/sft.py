@@ -27,6 +27,7 @@ GUARDS = {
     "track": lambda: RouteGuard(protect=Track(), restore=QKRestore()),  # the paper's method
     "low_lr": lambda: RouteGuard(protect=LowLR(0.1)),
     "anchor": lambda: RouteGuard(protect=Anchor(100.0)),
+    "l2_sp": lambda: RouteGuard(recipe="balanced"),  # every weight is pulled to its start: one device, DDP
 }
 
 
