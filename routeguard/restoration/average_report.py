@@ -39,7 +39,7 @@ class AverageReport:
         return {"schema_version": SCHEMA_VERSION, **asdict(self)}
 
     def __str__(self) -> str:
-        drift = "" if self.drift_before is None else f"; relative drift was {self.drift_before:.4f}"
+        drift = "" if self.drift_before is None else f"; relative drift was {self.drift_before:.3g}"
         lines = [
             f"averaged {self.num_tensors} tensors ({self.num_entries:,} entries): {self.alpha:g} of the way back to "
             f"{self.origin}{drift}"
