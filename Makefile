@@ -41,7 +41,7 @@ test-oldest: $(OLDEST_VENV)/ready
 # The plug-ins in the tools themselves, whose pins exclude one another: an environment each, with what the tests need of each
 # tool (no web interface, no cloud storage, no GPU kernels). A part of CI it is not: minutes, and gigabytes.
 INTEGRATIONS_VENV := .venv-integrations
-INTEGRATIONS := axolotl swift llamafactory lightning
+INTEGRATIONS := axolotl swift llamafactory lightning unsloth
 
 $(INTEGRATIONS_VENV)/%/ready: tests/tools/requirements-%.txt pyproject.toml
 	$(PYTHON) -m venv $(@D)

@@ -17,6 +17,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
+from routeguard.checkpoint.verify import verify_checkpoint
 from routeguard.training.run_state import read_state
 from tests.docs_pages import blocks
 from tests.tiny_chat import save_both, tiny_chat
@@ -225,6 +226,92 @@ def test_without_the_guard_llama_factory_moves_queries_and_keys(stage: Path) -> 
 def test_llama_factory_itself_refuses_the_section(stage: Path) -> None:
     said = llamafactory(stage, "llamafactory.launcher", fails=True, routeguard={"protect": "track"})
     assert "routeguard" in said
+
+
+# -- Unsloth ----------------------------------------------------------------------------------------------------------
+
+ADAPTERS, FULL = (block.code for block in blocks("docs/integrations.md") if "from unsloth" in block.code)
+TARGETS, LENGTH = ", target_modules=targets.target_modules", "max_length=4096"
+EXACT = {"full_finetuning=True": "full_finetuning=True, dtype=torch.float32"}
+CONVERSATIONS = """
+import torch
+from datasets import load_dataset
+
+cot = load_dataset("json", data_files="data.jsonl", split="train")
+"""
+GPU_CODE = "import tests.tools.unsloth_gpu_code\n"
+
+
+def unsloth(stage: Path, code: str, *, gpu_code: bool = False, fails: bool = False) -> str:
+    """What code prints with Unsloth's backend for CPUs, or with its code for GPUs, on a tiny hybrid."""
+    if importlib.util.find_spec("unsloth") is None:  # importing it here would patch this process
+        pytest.skip("Unsloth is tested in an environment of its own")
+    from transformers import Qwen3_5ForCausalLM  # newer than some of the tools' transformers
+
+    sizes = {
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    }
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "head_dim": 16}
+    model, tokenizer = tiny_chat(Qwen3_5ForCausalLM, **shape, **sizes)
+    save_both(model.bfloat16(), tokenizer, stage / "base")
+    (stage / "train.py").write_text((GPU_CODE if gpu_code else "") + CONVERSATIONS + code, encoding="utf-8")
+    return run(stage, "train.py", fails=fails)
+
+
+def on_tiny_inputs(lines: str, changes: Mapping[str, str] | None = None) -> str:
+    """Lines of the page for a tiny model and a few steps, with changes."""
+    few = "max_length=64, max_steps=2, report_to='none', learning_rate=1e-2, use_cpu=True"
+    for old, new in {"your/hybrid": "base", LENGTH: few, "4096": "64", **(changes or {})}.items():
+        assert old in lines
+        lines = lines.replace(old, new)
+    return lines + "\ntrainer.save_model()\n"
+
+
+def adapted(output: Path) -> dict[str, bool]:
+    """Whether the adapters of each kind of module have moved."""
+    parts = load_file(output / "adapter_model.safetensors")
+    return {name.split(".lora_B")[0].split(".")[-1]: bool(b.any()) for name, b in parts.items() if ".lora_B" in name}
+
+
+@pytest.mark.parametrize("gpu_code", [False, True])
+def test_unsloth_puts_no_adapter_on_queries_and_keys(stage: Path, gpu_code: bool) -> None:
+    said = unsloth(stage, on_tiny_inputs(ADAPTERS), gpu_code=gpu_code)
+    assert "LoRA coverage: 29 of 32 linear modules" in said and "routeguard: freeze: queries and keys" in said
+    assert gpu_code or "4-bit = True" in said
+    modules = adapted(stage / "out")
+    assert modules["v_proj"] and modules["gate_proj"] and modules["in_proj_qkv"]
+    assert not {"q_proj", "k_proj"} & set(modules)
+
+
+def test_the_coverage_check_stops_unsloths_own_targets(stage: Path) -> None:
+    said = unsloth(stage, on_tiny_inputs(ADAPTERS, {TARGETS: ""}), fails=True)
+    assert "1 query or key tensors of full attention would be trained: model.layers.3.self_attn.k_proj" in said
+    assert not (stage / "out").exists()
+
+
+def test_unsloths_own_targets_move_queries_and_keys(stage: Path) -> None:
+    unguarded = {TARGETS: "", "check_lora_coverage(model)\n": "", "RouteGuard()": ""}
+    unsloth(stage, on_tiny_inputs(ADAPTERS, unguarded))
+    modules = adapted(stage / "out")
+    assert modules["q_proj"] and modules["k_proj"]
+
+
+@pytest.mark.parametrize("gpu_code", [False, True])
+def test_unsloth_freezes_to_the_row(stage: Path, gpu_code: bool) -> None:
+    said = unsloth(stage, on_tiny_inputs(FULL, EXACT), gpu_code=gpu_code)
+    assert "routeguard: freeze: queries and keys" in said and "by row: 1 tensors are held in part (64 rows)" in said
+    checks = verify_checkpoint(stage / "out", stage / "base").checks
+    # Without a GPU that has bfloat16, Unsloth's code for GPUs loads float16, whatever the dtype asked for.
+    assert [check.rounding or check.num_differing for check in checks] == ([0, "float16"] if gpu_code else [0, 0])
+    assert moved(stage, stage / "out") == (True, True)  # the rows of the output gate, beside the queries'
+
+
+def test_without_the_guard_unsloth_moves_queries_and_keys(stage: Path) -> None:
+    unsloth(stage, on_tiny_inputs(FULL, {**EXACT, "RouteGuard()": ""}))
+    assert {check.role for check in verify_checkpoint(stage / "out", stage / "base").mismatches} == {"query", "key"}
 
 
 # -- Lightning --------------------------------------------------------------------------------------------------------

@@ -136,6 +136,27 @@ def test_equal_values_in_another_dtype_are_equal(tmp_path: Path) -> None:
     assert len(verify_checkpoint(tmp_path / "unrounded", tmp_path / "bf16").mismatches) == 8
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_a_start_rounded_on_loading_is_told_from_a_trained_one(kind: torch.dtype, tmp_path: Path) -> None:
+    start = build("llama")
+    start.save_pretrained(tmp_path / "start")
+    loaded = start.to(kind).float()
+    loaded.save_pretrained(tmp_path / "frozen")
+    report = verify_checkpoint(tmp_path / "frozen", tmp_path / "start")
+    assert not report.ok
+    assert {check.rounding for check in report.checks} == {str(kind).removeprefix("torch.")}
+    assert f"all by rounding the start to {report.checks[0].rounding}" in str(report)
+    assert "loaded in 16 bits" in str(report)
+
+    weight = loaded.model.layers[0].self_attn.q_proj.weight.data  # one entry that training moved
+    weight[0, 0] = weight[0, 0].nextafter(weight.new_tensor(9.0))
+    loaded.save_pretrained(tmp_path / "trained")
+    trained = verify_checkpoint(tmp_path / "trained", tmp_path / "start")
+    assert [check.rounding for check in trained.checks].count("") == 1
+    loaded.to(torch.float64).save_pretrained(tmp_path / "wider")
+    assert verify_checkpoint(tmp_path / "wider", tmp_path / "trained").ok
+
+
 def test_integers_are_a_mismatch_not_a_crash(tmp_path: Path) -> None:
     start = build("llama")
     for folder in ("start", "packed"):

@@ -36,17 +36,31 @@ def elements_of_pairs(one: Slice, other: Slice) -> int:
     return CHUNK_BYTES // max(one.tensor.item_bytes, other.tensor.item_bytes)
 
 
-def num_differing(one: Slice, other: Slice) -> int:
-    """How many entries of `one` differ from `other`: in their bytes, or from its values rounded to `one`'s dtype."""
-    same_dtype = one.tensor.dtype == other.tensor.dtype
+def num_differing(one: Slice, other: Slice, *, through: str = "") -> int:
+    """How many entries of `one` differ from `other`: in their bytes, or from its values rounded to `one`'s dtype.
+
+    With `through`, a float dtype, the values of `other` are rounded to that first.
+    """
+    kind, start_kind = one.tensor.dtype, other.tensor.dtype
+    through = through or start_kind
+    same_bytes = kind == start_kind == through
     differing = 0
     for a, b in chunk_pairs(one, other):
-        if same_dtype:
+        if same_bytes:
             differing += num_unequal(a, b, one.tensor.item_bytes)
         else:
-            rounded = to_floats(converted(bytes(b), other.tensor.dtype, one.tensor.dtype), one.tensor.dtype)
-            differing += int(np.count_nonzero(to_floats(a, one.tensor.dtype) != rounded))
+            rounded = to_floats(converted(converted(bytes(b), start_kind, through), through, kind), kind)
+            differing += int(np.count_nonzero(to_floats(a, kind) != rounded))
     return differing
+
+
+def rounding_that_explains(one: Slice, other: Slice) -> str:
+    """The 16-bit dtype, neither's own, through which the values of `other` become those of `one`; "" if none does."""
+    kinds = (one.tensor.dtype, other.tensor.dtype)
+    if not set(kinds) <= set(FLOATS):
+        return ""
+    others = (kind for kind in ("bfloat16", "float16") if kind not in kinds)
+    return next((kind for kind in others if not num_differing(one, other, through=kind)), "")
 
 
 def num_unequal(a: Buffer, b: Buffer, item_bytes: int) -> int:

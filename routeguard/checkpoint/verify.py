@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from routeguard.checkpoint.compare import num_differing, why_not_comparable
+from routeguard.checkpoint.compare import num_differing, rounding_that_explains, why_not_comparable
 from routeguard.checkpoint.in_place import refuse_interrupted
 from routeguard.checkpoint.start import Start, open_start, refuse_adapters
 from routeguard.routes.collection import ROLES, ROUTING_ROLES, Role, Route, Routes
@@ -37,6 +37,7 @@ class TensorCheck:
         num_differing: entries that differ from the start.
         reason: why the rows count as changed although no entry could be compared; "" otherwise.
         note: "same values, other dtype" and the like.
+        rounding: if the entries differ, the 16-bit dtype to which the start was rounded, where that explains them all.
     """
 
     layer: int
@@ -48,6 +49,7 @@ class TensorCheck:
     num_differing: int = 0
     reason: str = ""
     note: str = ""
+    rounding: str = ""
 
     @property
     def ok(self) -> bool:
@@ -85,6 +87,7 @@ class VerifyReport:
         ]
         for check in self.mismatches:
             share = f"{check.num_differing:,} of {check.num_elements:,} entries differ"
+            share += f", all by rounding the start to {check.rounding}" if check.rounding else ""
             lines.append(
                 f"CHANGED  layer {check.layer} {check.role} {check.kind}  {check.tensor}: {check.reason or share}"
             )
@@ -93,6 +96,8 @@ class VerifyReport:
         lines += [f"note: {note}" for note in self.notes]
         if self.ok:
             return "\n".join([*lines, "OK: every row equals its start"])
+        if any(check.rounding for check in self.mismatches):
+            lines.append("note: rounding alone means that the model was loaded in 16 bits; training moved no such row")
         lines.append(f"CHANGED: {len(self.mismatches)} of {len(self.checks)}")
         of_adapter = any(".lora_" in check.tensor for check in self.checks)  # whose drift nothing on disk tells
         if not of_adapter and any(check.num_differing and not check.reason for check in self.mismatches):
@@ -121,7 +126,9 @@ def verify_checkpoint(
 
     Returns:
         A `VerifyReport`; `report.ok` says whether all rows are equal. Equal values in another float dtype count as
-        equal, with a note; where the checkpoint's type is narrower, the start is rounded to it first.
+        equal, with a note; where the checkpoint's type is narrower, the start is rounded to it first. Rows that are the
+        start's rounded to 16 bits, but stored in a wider type (loaded in 16 bits, trained in 32), count as changed and
+        are told apart.
 
     Raises:
         ValueError: not a checkpoint, one that carries an adapter (its rows are not what the model applies), nothing in
@@ -155,8 +162,18 @@ def check_slice(route: Route, found: Slice, start: Slice, tensor: str) -> Tensor
     if kinds[0] != kinds[1] and not reason:
         rounded = "" if is_exact(kinds[1], kinds[0]) else " (rounded)"
         note = f"stored as {kinds[0]}, the start as {kinds[1]}{rounded}"
+    rounding = rounding_that_explains(found, start) if differing else ""
     return TensorCheck(
-        route.layer, route.role, route.kind, tensor, route.num_rows, found.num_elements, differing, reason, note
+        route.layer,
+        route.role,
+        route.kind,
+        tensor,
+        route.num_rows,
+        found.num_elements,
+        differing,
+        reason,
+        note,
+        rounding,
     )
 
 
