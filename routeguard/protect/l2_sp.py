@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from routeguard.protect.adapter_start import left_free
 from routeguard.protect.groups import check_pull_rate
 from routeguard.protect.modes import L2SP
 from routeguard.protect.optimizers import refuse_rate_free_optimizer
 from routeguard.routes.in_memory import is_quantised
+from routeguard.routes.names import canonical_name
 from routeguard.routes.wording import as_printed
 from routeguard.sharding.split import is_split
 
 
 class WholePull:
-    """The pull `p ← p + lr · strength · (start − p)` on all parameters of an optimizer, after each of its steps.
+    """The pull `p ← p + lr · strength · (start − p)` on the parameters of an optimizer, after each of its steps.
 
     Each group's own learning rate is used. Weight decay of every group is 0 meanwhile, since it would pull towards zero
     instead; `remove` gives it back.
@@ -26,14 +28,20 @@ class WholePull:
         optimizer: a torch optimizer.
         starts: the start of each of its parameters, on the parameter's device and in its dtype (kept, not copied).
         strength: positive, and at most `1 / lr`.
+        free: its parameters that are not pulled. Default: none.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, starts: Mapping[nn.Parameter, Tensor], strength: float
+        self,
+        optimizer: torch.optim.Optimizer,
+        starts: Mapping[nn.Parameter, Tensor],
+        strength: float,
+        free: Collection[nn.Parameter] = (),
     ) -> None:
         refuse_rate_free_optimizer(optimizer, L2SP.__name__)
         check_pull_rate(optimizer.param_groups, L2SP.__name__, strength)
-        missing = sum(p not in starts for group in optimizer.param_groups for p in group["params"])
+        known = {*starts, *free}
+        missing = sum(p not in known for group in optimizer.param_groups for p in group["params"])
         if missing:
             raise ValueError(
                 f"the optimizer holds {missing} parameters that the model does not have; L2SP pulls the model's "
@@ -42,6 +50,7 @@ class WholePull:
         self.strength = strength
         self._optimizer = optimizer
         self._starts = starts
+        self._num_free = len(free)
         self._decay = [group.get("weight_decay") for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             if group.get("weight_decay"):
@@ -58,7 +67,10 @@ class WholePull:
 
     def describe_members(self) -> str:
         """How much is pulled: "57 tensors, 244,544 parameters"."""
-        return f"{len(self._starts)} tensors, {sum(start.numel() for start in self._starts.values()):,} parameters"
+        members = f"{len(self._starts)} tensors, {sum(start.numel() for start in self._starts.values()):,} parameters"
+        if self._num_free:
+            members += f" (not {self._num_free} factors of adapters whose other factor, at zero, is pulled)"
+        return members
 
     @property
     def start_bytes(self) -> int:
@@ -69,9 +81,9 @@ class WholePull:
     def pull(self) -> None:
         """One pull at the groups' current learning rates."""
         for group in self._optimizer.param_groups:
-            now: list[Tensor] = group["params"]
+            now = [parameter for parameter in group["params"] if parameter in self._starts]
             if now:
-                starts = [self._starts[parameter] for parameter in now]  # type: ignore[index]
+                starts = [self._starts[parameter] for parameter in now]
                 torch._foreach_lerp_(now, starts, float(group["lr"]) * self.strength)
 
     def remove(self) -> None:
@@ -85,7 +97,8 @@ class WholePull:
 def l2_sp(optimizer: torch.optim.Optimizer, model: nn.Module, *, rates: float, total: float = 0.9) -> WholePull:
     """`L2SP` for a plain loop: pull every trained weight towards its present value after each step of the optimizer.
 
-    Costs one copy of the trained weights.
+    Costs one copy of the trained weights. What a LoRA adapter adds is pulled to its start: through one factor if that
+    is zero now, which is exact (derived), else through both.
 
         l2_sp(optimizer, model, rates=sum(schedule(step) for step in range(num_steps)))
 
@@ -96,12 +109,26 @@ def l2_sp(optimizer: torch.optim.Optimizer, model: nn.Module, *, rates: float, t
         total: as in `L2SP`. Default 0.9.
 
     Raises:
-        ValueError: adapters, quantised, split or 16-bit weights; parameters that are not the model's; a total or rates
-            that are not positive, or a pull of more than the whole way in one step.
+        ValueError: split or 16-bit weights; parameters that are not the model's; a total or rates that are not
+            positive, or a pull of more than the whole way in one step.
     """
     strength = L2SP(total).strength(rates)
     refuse_unpulled(model)
-    return WholePull(optimizer, {p: p.detach().clone() for p in model.parameters() if p.requires_grad}, strength)
+    return pull_to(optimizer, model, {name: p.detach().clone() for name, p in trained_weights(model).items()}, strength)
+
+
+def trained_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What training moves, by canonical name."""
+    return {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def pull_to(
+    optimizer: torch.optim.Optimizer, model: nn.Module, starts: Mapping[str, Tensor], strength: float
+) -> WholePull:
+    """The pull of a model's trained weights to `starts`, which has all of them by canonical name."""
+    trained, free = trained_weights(model), left_free(starts)
+    pulled = {p: starts[name] for name, p in trained.items() if name not in free}
+    return WholePull(optimizer, pulled, strength, [trained[name] for name in free])
 
 
 def refuse_unpulled(model: nn.Module) -> None:
@@ -110,11 +137,6 @@ def refuse_unpulled(model: nn.Module) -> None:
     if not trained:
         raise ValueError("no parameter of the model is trainable, so there is nothing that L2SP could pull")
     for name, parameter in trained:
-        if ".lora_" in name or ".modules_to_save." in name:
-            raise ValueError(
-                f"L2SP pulls whole weights, and {name} belongs to an adapter. A LoRA that starts at zero is pulled to "
-                "its start by plain weight decay; or use Anchor() for queries and keys"
-            )
         if is_split(parameter):
             raise ValueError(
                 f"L2SP is not supported where parameters are split over processes ({name}); train with DDP, or with "
@@ -124,5 +146,6 @@ def refuse_unpulled(model: nn.Module) -> None:
             raise ValueError(
                 f"{name} is {str(parameter.dtype).removeprefix('torch.')}: a pull of lr · strength of the way is below "
                 "the resolution of 16 bits and would be lost. Load the model in float32 and train with bf16=True "
-                "(autocast), or use Average() at the end, which rounds at random"
+                "(autocast; PEFT makes adapters in float32 by itself), or use Average() at the end, which rounds at "
+                "random"
             )

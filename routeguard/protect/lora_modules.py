@@ -175,6 +175,11 @@ def is_adapter(module: nn.Module) -> bool:
     return "base_layer" in module._modules and callable(getattr(module, "get_base_layer", None))
 
 
+def has_adapters(model: nn.Module) -> bool:
+    """Whether an adapter is there, not only its config: PEFT 0.18 leaves that behind when it unloads."""
+    return any(is_adapter(module) or hasattr(module, "prompt_encoder") for module in model.modules())
+
+
 def is_linear(module: nn.Module) -> bool:
     """`nn.Linear` (bitsandbytes' 4-bit and 8-bit ones are subclasses) or transformers' Conv1D."""
     return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))

@@ -10,6 +10,7 @@ from routeguard.protect.freeze import Frozen, freeze
 from routeguard.protect.groups import split_groups
 from routeguard.protect.held import Held, held_parameters, quantised_routes
 from routeguard.protect.l2_sp import refuse_unpulled
+from routeguard.protect.lora_modules import has_adapters
 from routeguard.protect.modes import L2SP, Anchor, Freeze, LowLR, Protection
 from routeguard.protect.optimizers import inner_optimizer
 from routeguard.protect.routing_groups import RoutingGroups
@@ -122,7 +123,7 @@ class Protector:
 
 def _refuse_quantised_full_fine_tuning(model: nn.Module, routes: Routes, held: list[Held]) -> None:
     names = quantised_routes(model, routes)
-    if names and not any(h.part != "base" for h in held) and not _has_adapters(model):
+    if names and not any(h.part != "base" for h in held) and not has_adapters(model):
         refuse_quantised_without_adapter(names)
 
 
@@ -132,10 +133,3 @@ def refuse_quantised_without_adapter(names: Sequence[str]) -> None:
         f"{first_of(names, 'routing tensors')} is stored quantised and there is no adapter: full "
         "fine-tuning cannot train or protect quantised weights. Add a LoRA adapter, or load the model unquantised"
     )
-
-
-def _has_adapters(model: nn.Module) -> bool:
-    """Whether an adapter is there, not only its config: PEFT 0.18 leaves that behind when it unloads."""
-    from routeguard.protect.lora_modules import is_adapter
-
-    return any(is_adapter(module) or hasattr(module, "prompt_encoder") for module in model.modules())

@@ -17,7 +17,7 @@ from routeguard.drift.sample import DriftSample
 from routeguard.protect.anchor import AnchorPull
 from routeguard.protect.freeze import Frozen
 from routeguard.protect.held import Held, held_parameters
-from routeguard.protect.l2_sp import WholePull
+from routeguard.protect.l2_sp import WholePull, pull_to
 from routeguard.protect.modes import L2SP, Anchor, Average, Freeze
 from routeguard.protect.optimizers import inner_optimizer
 from routeguard.protect.routing_groups import RoutingGroups
@@ -109,6 +109,7 @@ class Session:
             self.whole_start = keep_whole_start(
                 model,
                 guard.reference,
+                to_average=isinstance(guard.restore, Average),
                 output_dir=Path(output_dir),
                 resumed_from=resumed_from,
                 resumed=resumed,
@@ -210,7 +211,7 @@ class Session:
         if isinstance(self.guard.protect, L2SP):
             assert self.whole_start is not None
             strength = self.guard.protect.strength(planned_rates(optimizer, scheduler, self.num_steps))
-            self.pull = WholePull(optimizer, trained_start(self.model, self.whole_start), strength)
+            self.pull = pull_to(optimizer, self.model, trained_start(self.model, self.whole_start), strength)
 
     def _summary(self, held: Sequence[Held], optimizer: torch.optim.Optimizer) -> str:
         guard = self.guard

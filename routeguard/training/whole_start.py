@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from routeguard.checkpoint.sidecar import SIDECAR_FOLDER
+from routeguard.protect.l2_sp import trained_weights
+from routeguard.protect.lora_modules import has_adapters
 from routeguard.protect.modes import Average
 from routeguard.restoration.average_report import AverageReport
 from routeguard.restoration.averaging import average, refuse_unfit
@@ -39,7 +41,14 @@ class WholeStart:
 
 
 def keep_whole_start(
-    model: nn.Module, wanted: Any, *, output_dir: Path, resumed_from: Path | None, resumed: bool, again: bool
+    model: nn.Module,
+    wanted: Any,
+    *,
+    to_average: bool,
+    output_dir: Path,
+    resumed_from: Path | None,
+    resumed: bool,
+    again: bool,
 ) -> WholeStart:
     """Make sure that the start of every weight can be read, now and when training ends, and say where.
 
@@ -47,15 +56,20 @@ def keep_whole_start(
         model: the model, before its first step.
         wanted: the guard's `reference`, which then has to hold every weight; None or "start": the live weights, written
             to `OUTPUT/routeguard/start.safetensors` by the first process.
+        to_average: every weight is needed; else, of a model with adapters, only what they train.
         output_dir, resumed_from: folders of the run, and of the checkpoint that it goes on from.
         resumed: the run goes on; the file that it kept is the start.
         again: this is a further `train()` of the same model, whose first start is kept.
 
     Raises:
-        ValueError: adapters, quantised or split weights; a resumed run whose file is gone.
+        ValueError: with `to_average`, adapters, quantised or split weights; a resumed run whose file is gone.
     """
-    for name, parameter in model.named_parameters():
-        refuse_unfit(name, parameter)
+    if to_average or not has_adapters(model):
+        needed = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            refuse_unfit(name, parameter)
+    else:
+        needed = trained_weights(model)
     if wanted is not None and not (isinstance(wanted, str) and wanted == "start"):
         return WholeStart(wanted, is_own=False)
     folders = [output_dir, *([resumed_from, resumed_from.parent] if resumed_from else [])]
@@ -71,19 +85,21 @@ def keep_whole_start(
     file = output_dir / SIDECAR_FOLDER / WHOLE_START_FILE
     if is_first_process():
         file.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {canonical_name(n): p.detach().to("cpu", copy=True).contiguous() for n, p in model.named_parameters()}
+        tensors = {name: p.detach().to("cpu", copy=True).contiguous() for name, p in needed.items()}
         with written_beside(file) as beside:
             save_file(tensors, beside, metadata={"format": "pt"})
     return WholeStart(from_the_first(str(file)), is_own=True)
 
 
 @torch.no_grad()
-def trained_start(model: nn.Module, start: WholeStart) -> dict[nn.Parameter, Tensor]:
-    """The start of every trained weight, on its device and in its dtype; read by the first process, sent to the others.
+def trained_start(model: nn.Module, start: WholeStart) -> dict[str, Tensor]:
+    """The start of every trained weight, by canonical name, on its device and in its dtype.
+
+    Read by the first process, sent to the others.
 
     Raises ValueError, in every process alike, for a start that lacks weights, has others than the model, or holds NaN.
     """
-    trained = {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    trained = trained_weights(model)
     source, failure = None, ""
     if is_first_process():
         try:
@@ -93,6 +109,7 @@ def trained_start(model: nn.Module, start: WholeStart) -> dict[nn.Parameter, Ten
                 failure = (
                     f"the start, {source.origin}, lacks {len(wrong)} of the {len(trained)} trained weights, or has "
                     f"them in another shape: {', '.join(wrong[:4])}. L2SP needs the start of every weight"
+                    + ("; that of adapters is in the model: leave `reference` out" if has_adapters(model) else "")
                 )
         except ValueError as error:
             failure = str(error)
@@ -107,7 +124,7 @@ def trained_start(model: nn.Module, start: WholeStart) -> dict[nn.Parameter, Ten
             torch.distributed.broadcast(values, src=0)
         if not values.isfinite().all():
             raise ValueError(f"the start of {name} holds NaN or infinite values: L2SP would pull towards them")
-        starts[parameter] = values
+        starts[name] = values
     return starts
 
 
