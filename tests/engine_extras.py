@@ -98,6 +98,29 @@ def check_adapters(mine: Found, theirs: Found, *, case: str) -> None:
     assert all(v.any() for name, v in mine["parameters"].items() if "v_proj.lora_B" in name)
 
 
+# -- adapters pulled to their start -----------------------------------------------------------------------------------
+
+
+def pulled_adapters(engine: str, folder: Path, *, mode: str = "l2_sp", batch_size: int = 2) -> Found:
+    chosen = options(engine, "lfm2", batch_size=batch_size)
+    torch.manual_seed(0)
+    model = get_peft_model(tiny("lfm2"), LoraConfig(r=4, target_modules="all-linear"))
+    trainer = run(model, folder, RouteGuard(mode), **chosen)
+    return {**state(trainer), "folder": str(folder)}
+
+
+def check_pulled_adapters(mine: Found, theirs: Found) -> None:
+    in_both(mine["parameters"], theirs["parameters"])
+    alone = Path(f"{mine['folder']} alone")
+    one = pulled_adapters("", alone, batch_size=4)["parameters"]
+    free = pulled_adapters("", alone / "free", mode="track", batch_size=4)["parameters"]
+    factors = [name for name in one if ".lora_B" in name]
+    assert factors
+    for name, value in one.items():
+        torch.testing.assert_close(mine["parameters"][name], value, rtol=1e-5, atol=1e-6)
+    assert sum(one[name].norm() ** 2 for name in factors) < 0.7 * sum(free[name].norm() ** 2 for name in factors)
+
+
 # -- DPO with adapters: PEFT makes them trainable again at every step --------------------------------------------------
 
 
@@ -298,6 +321,7 @@ SPLIT = {
 EXTRAS: dict[str, dict[str, Extra]] = {
     "ddp": {
         **ADAPTERS,
+        "pulled adapters": Extra(pulled_adapters, check_pulled_adapters),
         **PREFERENCES,
         "BEMA": Extra(bema, check_bema),
         "tensor parallel trainer": Extra(tensor_parallel, check_tensor_parallel),  # last: accelerate's state changes

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.lab.conditions.repair import NO_REPAIR, QK_RESTORE, Repair
 from benchmarks.lab.language.needles import TESTED
-from benchmarks.lab.training.plan import Training
+from benchmarks.lab.training.plan import Lora, Training
 from routeguard.protect.modes import L2SP, Anchor, Freeze, Interpolate, LowLR, QKPro, QKRestore
 
 NONE, QK = "none", "qk_restore"
@@ -91,6 +91,13 @@ def _runs() -> Iterator[tuple[str, Training, bool]]:
     for rate in (1.0, 4.0):
         yield f"lora_x{rate:g}", Training(lora="all", rate=rate), True
         yield f"lora_without_qk_x{rate:g}", Training(lora="without_qk", rate=rate), False
+    adapters: dict[str, Lora] = {"lora_x4": "all", "lora_without_qk_x4": "without_qk"}
+    for name, lora in adapters.items():
+        plain = Training(lora=lora, rate=4.0)
+        for total in (0.9, 3.0):
+            yield f"{name}+l2_sp_{total:g}", replace(plain, protect=L2SP(total)), False
+        yield f"{name}+replay_5", replace(plain, replay=0.05), False
+        yield f"{name}+l2_sp_0.9+replay_5", replace(plain, protect=L2SP(0.9), replay=0.05), False
 
 
 def _all() -> Iterator[Condition]:
@@ -99,7 +106,7 @@ def _all() -> Iterator[Condition]:
         yield Condition(name, training)
         if restorable:
             yield Condition(f"{name}+restore", training, QK_RESTORE)
-        if training.replay or isinstance(training.protect, L2SP):
+        if training.replay or training.lora or isinstance(training.protect, L2SP):
             for share in (0.1, 0.25):
                 yield Condition(f"{name}+wise_ft_{share:g}", training, Repair(average=share))
         if training.replay and restorable:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from benchmarks.lab.language.needles import REPLAYED
-from routeguard.protect.modes import Protection
+from routeguard.protect.modes import L2SP, Protection
 
 Lora = Literal["all", "without_qk"]
 
@@ -45,8 +45,8 @@ class Training:
             self.trust_radius is not None,
             self.settle_at is not None,
         )
-        if self.lora is not None and (any(mechanisms) or self.protect is not None):
-            raise ValueError("with LoRA the lab knows no other protection; give lora alone, or with replay and rates")
+        if self.lora is not None and (any(mechanisms) or not isinstance(self.protect, L2SP | None)):
+            raise ValueError("with LoRA the lab knows no other protection than L2SP; give it, replay and rates only")
         if sum(mechanisms) + (self.protect is not None) > 1:
             raise ValueError(
                 "protect, routing_rate, trust_radius and settle_at act on the same weights: give one of them"
