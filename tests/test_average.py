@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -233,11 +233,47 @@ def test_weights_that_are_not_finite_are_refused_before_anything_is_written(tmp_
     assert_same(tuned, before)
 
 
-def test_models_with_adapters_are_sent_to_their_scale() -> None:
+@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["embedding_norm"]}, {"bias": "lora_only"}])
+def test_in_memory_an_adapter_is_averaged_as_the_merged_model_is(options: dict[str, Any], tmp_path: Path) -> None:
+    base, model = adapter_pair(tmp_path, **options)
+    expected = mean(copy.deepcopy(model).merge_and_unload(), base)
+    factors = {name: p.detach().clone() for name, p in model.named_parameters() if "lora_A" in name}
+    report = average(model, base, ALPHA)
+    assert report.num_tensors > len(factors)
+    assert all(torch.equal(factors[name], p) for name, p in model.named_parameters() if name in factors)
+    for name, value in model.merge_and_unload().named_parameters():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_an_adapter_that_is_not_active_stays() -> None:
     base = build("lfm2")
-    model = get_peft_model(copy.deepcopy(base), LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match="rescale_adapter_scale"):
+    model = get_peft_model(copy.deepcopy(base), LoraConfig(target_modules=["q_proj"], r=4))
+    model.add_adapter("other", LoraConfig(target_modules=["q_proj"], r=4, use_dora=True))
+    tune(model, size=0.2)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    average(model, base, ALPHA)
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved and all(".lora_B.default." in name for name in moved)
+
+
+def test_averaged_gives_the_adapter_back(tmp_path: Path) -> None:
+    base, model = adapter_pair(tmp_path)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with averaged(model, base, ALPHA):
+        assert any(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"use_dora": True}, "DoRA"), ({"init_lora_weights": "pissa"}, "did not start at zero")]
+)
+def test_in_memory_other_adapters_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    base, model = adapter_pair(tmp_path, **options)
+    with pytest.raises(ValueError, match=message):
         average(model, base)
+    ia3 = get_peft_model(build("lfm2"), IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
+    with pytest.raises(ValueError, match="IA3 adapter"):
+        average(ia3, base)
 
 
 def test_another_architecture_is_refused(tmp_path: Path) -> None:

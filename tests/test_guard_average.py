@@ -112,10 +112,46 @@ def test_a_second_train_keeps_the_first_start(tmp_path: Path) -> None:
         assert torch.equal(parameters(trainer)[name], value), name
 
 
-def test_adapters_are_refused_before_the_first_step(tmp_path: Path) -> None:
-    model = get_peft_model(tiny(), LoraConfig(target_modules=["q_proj", "k_proj"]))
-    with pytest.raises(ValueError, match="carries an adapter"):
-        run(model, tmp_path, RouteGuard("track", Average()))
+def fresh_adapter() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return get_peft_model(tiny(), LoraConfig(r=4, target_modules="all-linear", modules_to_save=["embedding_norm"]))
+
+
+@pytest.mark.parametrize("protect", ["track", "l2_sp"])
+def test_an_adapter_goes_back_as_the_merged_model_would(tmp_path: Path, protect: str) -> None:
+    start = values(tiny())
+    guarded = run(fresh_adapter(), tmp_path / "a", RouteGuard(protect, Average(0.25))).model.merge_and_unload()
+    free = run(fresh_adapter(), tmp_path / "b", RouteGuard(protect)).model.merge_and_unload()
+    for name, value in values(free).items():
+        torch.testing.assert_close(values(guarded)[name], 0.75 * value + 0.25 * start[name], rtol=1e-5, atol=1e-6)
+    kept = load_file(tmp_path / "a/routeguard/start.safetensors")
+    assert kept and all("lora_" in name or name == "model.embedding_norm.weight" for name in kept)
+    report = json.loads((tmp_path / "a/routeguard/restore.json").read_text())
+    assert report["alpha"] == 0.25 and report["num_tensors"] == sum("lora_B" in name for name in kept) + 1
+
+
+def test_max_recall_on_adapters_is_resumed(tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 2}
+    whole = run(fresh_adapter(), tmp_path / "a", RouteGuard(recipe="max_recall"), **options)
+    run(fresh_adapter(), tmp_path / "b", RouteGuard(recipe="max_recall"), **options)
+    checkpoint = str(tmp_path / "b/checkpoint-2")
+    again = run(fresh_adapter(), tmp_path / "b", RouteGuard(recipe="max_recall"), resume=checkpoint, **options)
+    for name, value in parameters(whole).items():
+        assert torch.equal(parameters(again)[name], value), name
+
+
+def test_adapters_that_an_average_cannot_take_back_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    dora = get_peft_model(tiny(), LoraConfig(target_modules=["q_proj", "k_proj"], use_dora=True))
+    with pytest.raises(ValueError, match="DoRA adapter"):
+        run(dora, tmp_path, RouteGuard("track", Average()))
+    moved = fresh_adapter()
+    with torch.no_grad():
+        for name, parameter in moved.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.1)
+    with pytest.raises(ValueError, match="is not at zero there"):
+        run(moved, tmp_path, RouteGuard("track", Average(), reference="start"))
+    assert not (tmp_path / "routeguard").exists()
 
 
 def test_an_average_that_is_written_over_is_said(tmp_path: Path) -> None:

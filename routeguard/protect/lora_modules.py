@@ -180,6 +180,12 @@ def has_adapters(model: nn.Module) -> bool:
     return any(is_adapter(module) or hasattr(module, "prompt_encoder") for module in model.modules())
 
 
+def active_adapters(model: nn.Module) -> set[str]:
+    """The names of the adapters that the model's layers apply."""
+    layers: list[Any] = [module for module in model.modules() if is_adapter(module)]
+    return {name for layer in layers for name in layer.active_adapters}
+
+
 def is_linear(module: nn.Module) -> bool:
     """`nn.Linear` (bitsandbytes' 4-bit and 8-bit ones are subclasses) or transformers' Conv1D."""
     return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))

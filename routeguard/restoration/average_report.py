@@ -20,7 +20,7 @@ class AverageReport:
         origin: where the start came from.
         num_tensors: tensors averaged.
         num_entries: their entries.
-        drift_before: ‖W − W₀‖ / ‖W₀‖ over all of them before; None for an adapter, which is measured from no start.
+        drift_before: ‖W − W₀‖ / ‖W₀‖ over all of them before; None for adapters, whose start has no size.
         num_16_bit: entries of 16-bit types, which were rounded at random, right on average.
         output: the folder that was written; None in memory.
         notes: what was left as it was, and why.

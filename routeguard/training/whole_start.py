@@ -14,6 +14,7 @@ from routeguard.checkpoint.sidecar import SIDECAR_FOLDER
 from routeguard.protect.l2_sp import trained_weights
 from routeguard.protect.lora_modules import has_adapters
 from routeguard.protect.modes import Average
+from routeguard.restoration.adapter_average import refuse_moved
 from routeguard.restoration.average_report import AverageReport
 from routeguard.restoration.averaging import average, refuse_unfit
 from routeguard.restoration.meaning import meaning_of
@@ -52,26 +53,30 @@ def keep_whole_start(
 ) -> WholeStart:
     """Make sure that the start of every weight can be read, now and when training ends, and say where.
 
+    Of a model with adapters, only what is trained is kept: the base stays.
+
     Args:
         model: the model, before its first step.
         wanted: the guard's `reference`, which then has to hold every weight; None or "start": the live weights, written
             to `OUTPUT/routeguard/start.safetensors` by the first process.
-        to_average: every weight is needed; else, of a model with adapters, only what they train.
+        to_average: for an average at the end, whose refusals come now; else for a pull.
         output_dir, resumed_from: folders of the run, and of the checkpoint that it goes on from.
         resumed: the run goes on; the file that it kept is the start.
         again: this is a further `train()` of the same model, whose first start is kept.
 
     Raises:
-        ValueError: with `to_average`, adapters, quantised or split weights; a resumed run whose file is gone.
+        ValueError: with `to_average`, weights that cannot be averaged; a resumed run whose file is gone.
     """
-    if to_average or not has_adapters(model):
-        needed = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
-        for name, parameter in model.named_parameters():
-            refuse_unfit(name, parameter)
-    else:
+    if has_adapters(model):
         needed = trained_weights(model)
+    else:
+        needed = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+    if to_average:
+        refuse_unfit(model)
     if wanted is not None and not (isinstance(wanted, str) and wanted == "start"):
         return WholeStart(wanted, is_own=False)
+    if to_average and not (resumed or again):
+        refuse_moved(needed)
     folders = [output_dir, *([resumed_from, resumed_from.parent] if resumed_from else [])]
     kept = next((f for folder in folders if (f := folder / SIDECAR_FOLDER / WHOLE_START_FILE).is_file()), None)
     if resumed or again:

@@ -1,0 +1,74 @@
+"""Averaging a PEFT model with its start: which of its tensors move, and where those of a fresh adapter began."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from routeguard.protect.held import peft_configs, starts_at_zero
+from routeguard.protect.lora_modules import active_adapters
+from routeguard.restoration.sources import Source
+from routeguard.routes.collection import Rows
+from routeguard.routes.in_memory import is_quantised
+from routeguard.routes.names import canonical_name
+
+_MERGE = "merge the adapter (merge_and_unload) and average the merged model"
+_ZERO = re.compile(r"\.lora_(?:B|embedding_A)\.(?P<adapter>[^.]+)")  # the factor of a fresh adapter that is zero
+_ADAPTER = re.compile(r"\.(?:lora_[A-Za-z_]+|modules_to_save)\.(?P<adapter>[^.]+)")
+
+
+def refuse_unfit_adapters(model: nn.Module) -> None:
+    """Raise ValueError for an active adapter that is not linear in one of its tensors, or did not start at zero."""
+    configs = peft_configs(model)
+    for adapter in sorted(active_adapters(model)):
+        config = configs.get(adapter)
+        kind = str(getattr(getattr(config, "peft_type", None), "value", "unknown"))
+        if kind != "LORA" or getattr(config, "use_dora", False):
+            kind = "DoRA" if kind == "LORA" else kind
+            raise ValueError(f"{adapter!r} is a {kind} adapter, which is not linear in one of its tensors: {_MERGE}")
+        if not starts_at_zero(model, adapter):
+            init = getattr(config, "init_lora_weights", None)
+            raise ValueError(f"{adapter!r} has init_lora_weights={init!r}, so it did not start at zero: {_MERGE}")
+
+
+def adapter_weights(model: nn.Module, source: Source) -> tuple[dict[str, nn.Parameter], Source]:
+    """The tensors of a PEFT model that an average moves, by canonical name, and a source that has their starts.
+
+    A LoRA that started at zero adds s·B·A, so its average is the factor that was zero, scaled by `1 − α` (derived).
+    Whole tensors (`modules_to_save`, biases, an unquantised base) are averaged with their start in `source`; what is
+    frozen and not in `source` stays, and so do adapters that are not active.
+    """
+    active = active_adapters(model)
+    weights, zeros = {}, {}
+    for name, parameter in model.named_parameters():
+        piece = _ADAPTER.search(name)
+        if is_quantised(parameter) or ".original_module." in name or (piece and piece["adapter"] not in active):
+            continue
+        canonical = canonical_name(name)
+        if _ZERO.search(name):
+            zeros[canonical] = tuple(parameter.shape)
+        elif ".lora_" in name or (not parameter.requires_grad and canonical not in source.shapes):
+            continue
+        weights[canonical] = parameter
+    return weights, _with_zeros(source, zeros)
+
+
+def refuse_moved(starts: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for an adapter that is not at zero where a run starts that averages at its end."""
+    moved = [name for name, start in starts.items() if _ZERO.search(name) and bool(start.any())]
+    if moved:
+        raise ValueError(
+            f"restore='average' takes an adapter back to where this run starts, and {moved[0]} is not at zero there "
+            "(it was trained before): no factor alone can be averaged. Merge the adapter and start a fresh one"
+        )
+
+
+def _with_zeros(source: Source, zeros: Mapping[str, tuple[int, ...]]) -> Source:
+    def read(name: str, rows: Rows | None, dim: int) -> Tensor:
+        return torch.zeros(zeros[name]) if name in zeros else source.read(name, rows, dim)
+
+    return replace(source, shapes={**source.shapes, **zeros}, read=read)
