@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from routeguard.protect.held import Held, held_parameters, trained_adapters
-from routeguard.protect.optimizers import refuse_row_mixing_optimizer
+from routeguard.protect.optimizers import inner_optimizer, refuse_row_mixing_optimizer
 from routeguard.protect.rows import clear_rows, put_rows, take_rows
 from routeguard.routes.collection import Routes
 from routeguard.routes.wording import as_printed, first_of
@@ -59,6 +59,7 @@ class Frozen:
 
         Raises ValueError for an optimizer whose update of one row depends on other rows.
         """
+        optimizer = inner_optimizer(optimizer)
         if not self.rows or any(known is optimizer for known, _ in self._step_hooks):
             return
         refuse_row_mixing_optimizer(optimizer, [held.name for held in self.rows], "Freeze")

@@ -10,7 +10,7 @@ from torch import nn
 
 from routeguard.protect.held import Held, held_parameters
 from routeguard.protect.modes import LowLR
-from routeguard.protect.optimizers import refuse_inexact_views, refuse_rate_free_optimizer
+from routeguard.protect.optimizers import inner_optimizer, refuse_inexact_views, refuse_rate_free_optimizer
 from routeguard.protect.routing_groups import TAG, GroupPair, RoutingGroups
 from routeguard.protect.row_views import RowViews
 from routeguard.routes.collection import Routes
@@ -30,12 +30,14 @@ def split_groups(
 
     Each group that holds any is split: the rest stays where it was (the main group stays first), the held ones follow
     in a new group with the same options, `lr` times `scale` and, if given, another weight decay. Groups left empty
-    are dropped. A parameter held in part is replaced, in the optimizer only, by views of its rows.
+    are dropped. A parameter held in part is replaced, in the optimizer only, by views of its rows. Of an optimizer
+    that accelerate has prepared, the one inside is split.
 
     Raises:
         ValueError: no held parameter is trainable or known to the optimizer; the optimizer already has state; it sets
             its own step size; or it cannot treat views exactly (row ranges).
     """
+    optimizer = inner_optimizer(optimizer)
     mode = {"low_lr": "LowLR", "anchor": "Anchor"}.get(tag, tag)
     refuse_rate_free_optimizer(optimizer, mode)
     if optimizer.state:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from routeguard.protect.adapter_start import left_free
 from routeguard.protect.groups import check_pull_rate
 from routeguard.protect.modes import L2SP
-from routeguard.protect.optimizers import refuse_rate_free_optimizer
+from routeguard.protect.optimizers import inner_optimizer, refuse_rate_free_optimizer
 from routeguard.routes.in_memory import is_quantised
 from routeguard.routes.names import canonical_name
 from routeguard.routes.wording import as_printed
@@ -25,7 +25,7 @@ class WholePull:
     instead; `remove` gives it back.
 
     Args:
-        optimizer: a torch optimizer.
+        optimizer: a torch optimizer, or one that accelerate has prepared.
         starts: the start of each of its parameters, on the parameter's device and in its dtype (kept, not copied).
         strength: positive, and at most `1 / lr`.
         free: its parameters that are not pulled. Default: none.
@@ -38,6 +38,7 @@ class WholePull:
         strength: float,
         free: Collection[nn.Parameter] = (),
     ) -> None:
+        optimizer = inner_optimizer(optimizer)
         refuse_rate_free_optimizer(optimizer, L2SP.__name__)
         check_pull_rate(optimizer.param_groups, L2SP.__name__, strength)
         known = {*starts, *free}
