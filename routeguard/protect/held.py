@@ -16,7 +16,7 @@ from torch import nn
 from routeguard.protect.adapter_inits import ZERO_B_INITS
 from routeguard.protect.rows import take_rows
 from routeguard.routes.collection import Route, Routes, Rows, count_rows, merge_rows
-from routeguard.routes.in_memory import is_quantised
+from routeguard.routes.in_memory import copied_for, is_quantised
 from routeguard.routes.names import canonical_name, without_late_wrappers
 from routeguard.sharding.whole import whole_tensor
 
@@ -104,11 +104,20 @@ class LoraPair:
 def held_parameters(model: nn.Module, routes: Routes) -> list[Held]:
     """Every parameter through which training could move the routes, each once, base parameters first.
 
-    Base parameters that an adapter wraps are listed only if they are trainable themselves. Raises ValueError when
-    rows of a tensor would have to be held inside an adapter that mixes rows (anything but LoRA).
+    Base parameters that an adapter wraps are listed only if they are trainable themselves. Of the whole copies that
+    several adapters have of a module (`modules_to_save`), the active adapter's is the parameter. Raises ValueError when
+    rows of a tensor would have to be held inside an adapter that mixes rows (anything but LoRA), or another adapter's
+    copy is trainable too.
     """
     names = {without_late_wrappers(name): name for name, _ in model.named_parameters()}
     parameters = {without_late_wrappers(name): parameter for name, parameter in model.named_parameters()}
+    copies = trainable_copies(model, routes)
+    if copies:
+        raise ValueError(
+            f"{copies[0]} is trainable, and the adapter that it is for is not active: of several copies of a routed "
+            "module only the active adapter's can be guarded. Make the adapter that is to be trained the active one "
+            "(model.set_adapter(name)), and freeze the copies of the others (requires_grad_(False))"
+        )
     held: list[Held] = []
     for routed, members in _by_parameter(routes).items():
         name = without_late_wrappers(routed)
@@ -189,6 +198,14 @@ def quantised_routes(model: nn.Module, routes: Routes) -> list[str]:
     """Names of routed parameters that are stored quantised."""
     parameters = dict(model.named_parameters())
     return [name for name in routes.parameters if is_quantised(parameters[name])]
+
+
+def trainable_copies(model: nn.Module, routes: Routes) -> list[str]:
+    """Trainable whole copies (`modules_to_save`) that adapters which are not active have of routed parameters."""
+    active = {without_late_wrappers(name) for name in routes.parameters}
+    routed = {canonical_name(name) for name in active}
+    copies = [name for name, parameter in model.named_parameters() if parameter.requires_grad and copied_for(name)]
+    return [name for name in copies if canonical_name(name) in routed and without_late_wrappers(name) not in active]
 
 
 def _by_parameter(routes: Routes) -> dict[str, tuple[Route, ...]]:

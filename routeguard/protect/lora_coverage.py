@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from routeguard.protect.held import trainable_copies
 from routeguard.protect.lora_modules import (
     LinearModule,
     base_layer,
@@ -172,7 +173,7 @@ def _refuse_trained_routes(model: nn.Module, held: Routes, adapted: Iterable[Lin
     whole = [m for m in adapted if m.left_out == "routing"]
     partly = [m for m in adapted if m.left_out == "fused"]
     parameters = dict(model.named_parameters())
-    copied = [name for name in held.parameters if parameters[name].requires_grad]
+    copied = [name for name in held.parameters if parameters[name].requires_grad] + trainable_copies(model, held)
     stacked = [wrapped[id(parameters[name])] for name in held.parameters if id(parameters[name]) in wrapped]
     trained = [canonical_name(m.name) for m in whole] + [canonical_name(name) for name in copied] + stacked
     remedy = "use target_modules and exclude_modules of lora_targets(model), or lora_config(model)"

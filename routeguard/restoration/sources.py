@@ -17,7 +17,7 @@ from routeguard.protect.rows import take_rows
 from routeguard.restoration.meaning import meaning_of, meaning_of_config
 from routeguard.restoration.reference import Reference, load_reference, refuse_without_local_values
 from routeguard.routes.collection import ROLES, Route, Rows
-from routeguard.routes.in_memory import is_quantised, model_config, model_tensors
+from routeguard.routes.in_memory import applied_parameters, copied_for, is_quantised, model_config, model_tensors
 from routeguard.routes.layouts import TensorInfo
 from routeguard.routes.names import canonical_name
 from routeguard.routes.resolve import resolve
@@ -99,10 +99,9 @@ def _from_reference(reference: Reference) -> Source:
 
 def _from_module(module: nn.Module) -> Source:
     parameters: dict[str, nn.Parameter] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        canonical = canonical_name(name)
-        if not is_quantised(parameter) and (canonical not in parameters or "modules_to_save" in name):
-            parameters[canonical] = parameter
+    for name, parameter in applied_parameters(module):
+        if not is_quantised(parameter):
+            parameters.setdefault(canonical_name(name), parameter)
 
     def read(name: str, rows: Rows | None, dim: int) -> Tensor:
         refuse_without_local_values(name, parameters[name])
@@ -122,18 +121,32 @@ def _from_state_dict(state: Mapping[str, Tensor], model: nn.Module) -> Source:
     if not state or wrong:
         found = f"holds {type(state[wrong[0]]).__name__} under {wrong[0]!r}" if wrong else "is empty"
         raise ValueError(f"the reference {found}; a state dict maps parameter names to tensors")
-    tensors: dict[str, Tensor] = {}
+    copies: dict[str, dict[str, Tensor]] = {}
     for name, tensor in state.items():
-        canonical = canonical_name(name)
-        if tensor.dtype.is_floating_point and (canonical not in tensors or "modules_to_save" in name):
-            tensors[canonical] = tensor
+        if tensor.dtype.is_floating_point:
+            copies.setdefault(canonical_name(name), {}).setdefault(copied_for(name), tensor)
+    used = {canonical_name(name): copied_for(name) for name, _ in applied_parameters(model)}
+    chosen = {name: _copies_in_use(found, used.get(name, "")) for name, found in copies.items()}
+    tensors = {name: copies[name][adapters[0]] for name, adapters in chosen.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
     def read(name: str, rows: Rows | None, dim: int) -> Tensor:
+        if len(chosen[name]) > 1:
+            raise ValueError(
+                f"the state dict holds a copy of {name} for each of the adapters {', '.join(chosen[name])} "
+                "(modules_to_save), and the model has none of them active: which one is its start? Keep only that one "
+                "in the state dict, or give the model that it is from, with its adapter active"
+            )
         refuse_without_local_values(name, tensors[name])
         return take_rows(tensors[name].detach(), rows, dim).to("cpu", copy=True)
 
     return Source("a state dict", shapes, read, lambda: _routes_under(model, shapes))
+
+
+def _copies_in_use(found: Mapping[str, Tensor], used: str) -> list[str]:
+    """The adapters whose copy of a tensor can be the start ("": no copy): the model's, else all that there are."""
+    adapters = [adapter for adapter in found if adapter]
+    return [used] if used in adapters else adapters or [""]
 
 
 def _from_path(path: Path, model: nn.Module) -> Source:

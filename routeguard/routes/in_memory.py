@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,8 @@ from routeguard.routes.names import canonical_name
 _ADAPTER = re.compile(
     r"\.(lora_|ia3_|vera_|hada_|lokr_|oft_|boft_|fourierft|randlora_|adapter_|hra_|ln_tuning|prompt_|bone_|miss_|shira_|c3a_)"
 )
+
+_COPY = re.compile(r"\bmodules_to_save\.(?P<adapter>[^.]+)\.")
 
 
 def model_config(model: nn.Module) -> dict[str, Any]:
@@ -54,12 +57,13 @@ def model_name(model: nn.Module) -> str | None:
 def model_tensors(model: nn.Module) -> dict[str, TensorInfo]:
     """Canonical name to `TensorInfo` of every base parameter, once for each name that it is tied to.
 
-    Shapes are logical: the whole tensor for DTensor and ZeRO-3 shards, unpacked for 4-bit weights.
+    Shapes are logical: the whole tensor for DTensor and ZeRO-3 shards, unpacked for 4-bit weights. Where adapters
+    bring whole copies of a module (PEFT's `modules_to_save`), the copy of the active one is the parameter.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     tensors: dict[str, TensorInfo] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in applied_parameters(model):
         if is_adapter_parameter(name):
             continue
         owner, _, local = name.rpartition(".")
@@ -68,10 +72,39 @@ def model_tensors(model: nn.Module) -> dict[str, TensorInfo]:
             module: Any = modules[owner]
             shape = (int(module.out_features), int(module.in_features))
         info = TensorInfo(first_names[id(parameter)], shape, str(parameter.dtype).removeprefix("torch."))
-        canonical = canonical_name(name)
-        if canonical not in tensors or "modules_to_save" in name:
-            tensors[canonical] = info
+        tensors.setdefault(canonical_name(name), info)
     return tensors
+
+
+def applied_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Named parameters, duplicates too, without those that PEFT keeps beside the copy that the model computes with.
+
+    A module in `modules_to_save` is there once as the base has it, and once for each adapter. The active adapter's copy
+    is the one in use; without one, the base's.
+    """
+    idle: list[str] = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        if {"original_module", "modules_to_save"} <= module._modules.keys():
+            idle += _idle_copies(f"{name}." if name else "", module)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not name.startswith(tuple(idle)):
+            yield name, parameter
+
+
+def copied_for(name: str) -> str:
+    """The adapter that a parameter is a whole copy for, from its name; "" for one that is no such copy."""
+    match = _COPY.search(name)
+    return match["adapter"] if match else ""
+
+
+def _idle_copies(prefix: str, wrapper: Any) -> list[str]:
+    """The prefixes of the parameter names of a `modules_to_save` wrapper's copies that are not in use."""
+    used = next((adapter for adapter in wrapper.active_adapters if adapter in wrapper.modules_to_save), None)
+    copies = {adapter: f"{prefix}modules_to_save.{adapter}." for adapter in wrapper.modules_to_save}
+    return [
+        *(at for adapter, at in copies.items() if adapter != used),
+        *([] if used is None else [f"{prefix}original_module."]),
+    ]
 
 
 def is_adapter_parameter(name: str) -> bool:

@@ -1,0 +1,140 @@
+"""Models with several adapters: only the active one is guarded, restored and compared, and each with its own start."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from routeguard import RouteGuard, Track, check_lora_coverage, find_routes, freeze, restore
+from routeguard.drift.record import read_drift
+from tests.loops import tiny
+from tests.trainers import run
+from tests.tuned import tune, values
+from tests.zoo.build import build
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+COPIES = {"target_modules": ["v_proj"], "modules_to_save": ["q_proj", "k_proj"]}
+
+
+def with_two(base: nn.Module, active: str = "default", **options: Any) -> Any:
+    """A PEFT model with the adapters "default" and "second"."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, **options)
+    model = get_peft_model(base, config)
+    model.add_adapter("second", config)
+    model.set_adapter(active)
+    return model
+
+
+def of_copies(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value for name, value in values(model).items() if "modules_to_save" in name}
+
+
+def moved(model: nn.Module, before: dict[str, Tensor]) -> set[str]:
+    now = dict(model.named_parameters())
+    return {name for name, value in before.items() if not torch.equal(now[name], value)}
+
+
+@pytest.mark.parametrize("active", ["default", "second"])
+def test_the_active_copy_of_a_module_is_the_route(active: str) -> None:
+    model = with_two(build("llama"), active, **COPIES)
+    assert all(f"modules_to_save.{active}." in name for name in find_routes(model).parameters)
+    model.set_adapter("second" if active == "default" else "default")
+    assert not any(f"modules_to_save.{active}." in name for name in find_routes(model).parameters)
+
+
+def test_without_an_active_copy_the_base_is_the_route() -> None:
+    model = get_peft_model(build("llama"), LoraConfig(r=4, **COPIES))
+    model.add_adapter("second", LoraConfig(r=4, target_modules=["v_proj"]))
+    model.set_adapter("second")
+    assert all(".original_module." in name for name in find_routes(model).parameters)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name or "q_proj.original_module" in name:
+                parameter += 1
+    tuned = of_copies(model)
+    assert any(layer.changed_bytes for layer in restore(model, build("llama")).layers)
+    assert not moved(model, tuned)  # the model does not use the copies
+
+
+def test_freeze_holds_the_active_copies() -> None:
+    model = with_two(build("llama"), **COPIES)
+    frozen = freeze(model, find_routes(model))
+    assert len(frozen.whole) == 8 and not frozen.before
+    assert not any(parameter.requires_grad for name, parameter in model.named_parameters() if "modules_to_save" in name)
+
+
+@pytest.mark.parametrize("mode", ["freeze", "track"])
+def test_the_guard_holds_and_measures_the_active_copies(mode: str, tmp_path: Path) -> None:
+    model = with_two(tiny("llama"), **COPIES).train()
+    before = of_copies(model)
+    run(model, tmp_path, RouteGuard() if mode == "freeze" else RouteGuard(Track()))
+    _, samples = read_drift(tmp_path / "routeguard" / "drift.jsonl")
+    drift = max(samples[-1].factors.values())
+    if mode == "freeze":
+        assert not moved(model, before) and drift == 0
+    else:
+        assert moved(model, before) == {name for name in before if ".default." in name} and drift > 0
+
+
+def test_restore_writes_the_active_copies_only() -> None:
+    model = with_two(build("llama"), **COPIES)
+    start = copy.deepcopy(model)
+    tune(model)
+    tuned = of_copies(model)
+    report = restore(model, build("llama"))
+    assert all(layer.changed_bytes for layer in report.layers)
+    assert moved(model, tuned) == {name for name in tuned if ".default." in name}
+    first = of_copies(start)
+    assert not moved(model, {name: value for name, value in first.items() if ".default." in name})
+
+
+@pytest.mark.parametrize("active", ["default", "second"])
+@pytest.mark.parametrize("kind", ["model", "state dict"])
+def test_a_start_with_several_copies_gives_the_active_one(kind: str, active: str) -> None:
+    start = with_two(build("llama"), active, **COPIES)
+    with torch.no_grad():
+        for name, parameter in start.named_parameters():
+            if "modules_to_save" in name:
+                parameter.fill_(1.0 if ".default." in name else 2.0)
+    model = copy.deepcopy(start)
+    tune(model)
+    restore(model, start if kind == "model" else start.state_dict())
+    written = dict(model.named_parameters())
+    for name in find_routes(model).parameters:
+        assert (written[name] == (1.0 if active == "default" else 2.0)).all()
+
+
+def test_a_state_dict_that_does_not_say_which_copy_is_refused() -> None:
+    state = with_two(build("llama"), **COPIES).state_dict()
+    with pytest.raises(ValueError, match=r"a copy of .*q_proj.weight for each of the adapters default, second"):
+        restore(build("llama"), state)
+    kept = {name: value for name, value in state.items() if ".second." not in name}
+    restore(build("llama"), kept)
+
+
+def test_a_trainable_copy_of_an_idle_adapter_is_refused() -> None:
+    model = with_two(build("llama"), **COPIES)
+    for name, parameter in model.named_parameters():
+        if "modules_to_save.second" in name and "k_proj" in name:
+            parameter.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"k_proj.modules_to_save.second.weight is trainable, .* is not active"):
+        freeze(model, find_routes(model))
+
+
+def test_coverage_sees_trainable_copies_of_any_adapter() -> None:
+    model = with_two(build("llama"), **COPIES)
+    with pytest.raises(ValueError, match="8 query or key tensors of full attention would be trained"):
+        check_lora_coverage(model, quiet=True)
+    freeze(model, find_routes(model))
+    check_lora_coverage(model, quiet=True)
+    model.get_parameter(find_routes(model).parameters[0].replace(".default.", ".second.")).requires_grad_(True)
+    with pytest.raises(ValueError, match="1 query or key tensors of full attention would be trained"):
+        check_lora_coverage(model, quiet=True)
