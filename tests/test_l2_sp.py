@@ -183,6 +183,23 @@ def test_planned_rates() -> None:
         planned_rates(optimizer, plateau, 6)
 
 
+def test_the_fastest_group_sets_the_measure_in_any_order() -> None:
+    model = tiny()
+    slow, *fast = model.parameters()
+    groups = [{"params": [slow], "lr": 0.1}, {"params": fast, "lr": 2.0}]
+    for order in (groups, groups[::-1]):
+        optimizer = torch.optim.SGD([dict(group) for group in order])
+        assert planned_rates(optimizer, None, 5) == 10.0
+        linear = get_scheduler("linear", optimizer, num_warmup_steps=2, num_training_steps=6)
+        assert planned_rates(optimizer, linear, 6) == pytest.approx(6.0)
+    shares = [lambda step: 1.0, lambda step: 0.5**step]  # each group has its own schedule
+    own = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(groups), shares)
+    assert planned_rates(own.optimizer, own, 1000) == pytest.approx(100.0)
+    for parameter in fast:
+        parameter.requires_grad_(False)
+    assert planned_rates(torch.optim.SGD(groups), None, 5) == 0.5  # what is frozen does not count
+
+
 # -- guarded runs -----------------------------------------------------------------------------------------------------
 
 
@@ -199,6 +216,22 @@ def test_a_guarded_run_equals_a_plain_callback(tmp_path: Path, sft: bool) -> Non
     assert_same(kept, start)
     _, drift = read_drift(tmp_path / "guarded/routeguard/drift.jsonl")
     assert [sample.step for sample in drift] == [1, 2, 3, 4] and all(max(s.factors.values()) > 0 for s in drift)
+
+
+def test_the_order_of_groups_changes_nothing(tmp_path: Path) -> None:
+    moved = []
+    for order in (1, -1):
+        model = tiny()
+        start = values(model)
+        embedding = model.get_input_embeddings().weight
+        rest = [p for p in model.parameters() if p is not embedding]
+        groups = [{"params": [embedding], "lr": 1e-3}, {"params": rest, "lr": 1e-2}][::order]
+        optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+        options = {"optimizers": (optimizer, None)}
+        run(model, tmp_path / str(order), RouteGuard(L2SP(TOTAL)), trainer_options=options, max_grad_norm=0.0)
+        moved.append(values(model))
+        assert_moved(start, moved[-1])
+    assert_same(*moved)
 
 
 def test_the_summary_and_the_report_say_what_is_pulled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

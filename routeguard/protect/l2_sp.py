@@ -106,7 +106,7 @@ def l2_sp(optimizer: torch.optim.Optimizer, model: nn.Module, *, rates: float, t
     Args:
         optimizer: over parameters of the model.
         model: on its final device and in its final dtype. Under DDP, before or after it is wrapped.
-        rates: the learning rates of all planned steps, added up.
+        rates: the learning rates of all planned steps, added up; of several groups, those of the fastest.
         total: as in `L2SP`. Default 0.9.
 
     Raises:

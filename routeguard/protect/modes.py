@@ -67,6 +67,9 @@ class L2SP:
     pushed steadily goes `(1 − exp(−total)) / total` as far as it would unpulled, if steps are about `lr` (AdamW;
     derived).
 
+    Where parameter groups learn at different rates, `total` is the pull of the fastest group, and the others are pulled
+    less, in the ratio of their rates: nothing is pulled by more than `total`, and the order of the groups is nothing.
+
     Args:
         total: positive. Default 0.9 (measured on tiny models, docs/evidence): those go back by 0.41, go 0.66 as far.
     """
