@@ -12,7 +12,10 @@ from routeguard.routes.collection import ROUTING_ROLES, Role, Route
 from routeguard.storage.folder import adapter_file, read_json, stored_tensors
 from routeguard.storage.header import StoredTensor
 
-PART = re.compile(r"\.(?P<part>lora_A|lora_B|lora_magnitude_vector)(?:\.[^.]+)?(?P<tail>\.weight|\.bias)?$")
+PART = re.compile(
+    r"\.(?P<part>lora_A|lora_B|lora_magnitude_vector)"
+    r"(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?(?P<tail>\.weight|\.bias)?$"
+)
 _TOWER = re.compile(r"(^|[._])(vision|visual|vit|audio|image|img|speech)([._]|$)|encoder\.")  # beside the text decoder
 _IN_LAYER = re.compile(r"^(?P<prefix>(?:.*?\.)?)(?P<tail>(?:layers|h|blocks|block|layer|decoder_layers)\.\d+\..+)$")
 

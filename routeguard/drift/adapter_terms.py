@@ -23,16 +23,20 @@ from routeguard.routes.names import without_late_wrappers
 
 @dataclass(frozen=True)
 class _Adapter:
-    """One adapter and its start: A whole, of B and the magnitude the held rows. `m0` is None for LoRA."""
+    """One adapter and its start: A whole, of the rest the held rows. `m0` is None for LoRA, `bias0` without a bias."""
 
     pair: LoraPair
     a0: Tensor
     b0: Tensor
     m0: Tensor | None
+    bias0: Tensor | None
 
 
 def lora_terms(model: nn.Module, routes: Routes, starts: Mapping[str, Tensor]) -> list[Term]:
-    """‖ΔW − ΔW₀‖ of the held rows, relative to the base weight's rows, for each route with adapters that can move."""
+    """‖ΔW − ΔW₀‖ of the held rows, relative to the base weight's rows, for each route with adapters that can move.
+
+    Where B has a bias of its own, it moves the output's bias, which counts as a bias does in full fine-tuning.
+    """
     names = {id(parameter): without_late_wrappers(name) for name, parameter in model.named_parameters()}
     by_weight: dict[int, list[_Adapter]] = {}
     for pair in lora_pairs(model, routes):
@@ -42,9 +46,12 @@ def lora_terms(model: nn.Module, routes: Routes, starts: Mapping[str, Tensor]) -
         m0 = None if pair.magnitude is None else starts.get(names[id(pair.magnitude)])
         if pair.magnitude is not None and m0 is None:  # it does not move, and so needs no start
             m0 = take_rows(pair.magnitude.detach(), pair.rows).clone()
-        adapter = _Adapter(pair, pair.a.detach().clone() if a0 is None else a0, b0, m0)
+        bias0 = None if pair.bias is None else starts.get(names[id(pair.bias)])
+        adapter = _Adapter(pair, pair.a.detach().clone() if a0 is None else a0, b0, m0, bias0)
         by_weight.setdefault(id(pair.base_layer), []).append(adapter)
-    return [_term(adapters, route) for adapters in by_weight.values() for route in adapters[0].pair.routes]
+    on_routes = [(adapters, route) for adapters in by_weight.values() for route in adapters[0].pair.routes]
+    with_bias = [on for on in on_routes if any(adapter.bias0 is not None for adapter in on[0])]
+    return [_term(*on) for on in on_routes] + [_bias_term(*on) for on in with_bias]
 
 
 def _term(adapters: Sequence[_Adapter], route: Route) -> Term:
@@ -62,6 +69,21 @@ def _term(adapters: Sequence[_Adapter], route: Route) -> Term:
 
     starts_at_zero = not first.b0.any()
     return Term((route.layer, route.role), squared, start_squared)
+
+
+def _bias_term(adapters: Sequence[_Adapter], route: Route) -> Term:
+    pair = adapters[0].pair
+    within = rows_within(route.rows, pair.rows)
+
+    def squared() -> Tensor:
+        moved = [
+            x.pair.scale * (take_rows(x.pair.bias.detach(), route.rows) - take_rows(x.bias0, within)).float()
+            for x in adapters
+            if x.pair.bias is not None and x.bias0 is not None
+        ]
+        return torch.stack(moved).sum(0).square().sum()
+
+    return Term((route.layer, route.role), squared, squared_norm(take_rows(pair.base_layer.bias.detach(), route.rows)))
 
 
 def _lora_squared(adapters: Sequence[_Adapter], rows: Rows | None, within: Rows | None) -> Tensor:

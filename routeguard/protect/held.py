@@ -89,7 +89,8 @@ class Held:
 class LoraPair:
     """The factors of one LoRA adapter on a routed weight: ΔW = scale · B · A, rows of B being rows of W.
 
-    `magnitude` is DoRA's vector, one number for each row of W, or None.
+    `magnitude` is DoRA's vector, one number for each row of W, or None. `bias` is B's own (`lora_bias=True`), whose
+    `scale · bias` is added to the output, or None.
     """
 
     routes: tuple[Route, ...]
@@ -99,6 +100,7 @@ class LoraPair:
     scale: float
     base_layer: Any  # nn.Linear or what stands for it (Conv1D, a quantised linear)
     magnitude: nn.Parameter | None = None
+    bias: nn.Parameter | None = None
 
 
 def held_parameters(model: nn.Module, routes: Routes) -> list[Held]:
@@ -148,6 +150,7 @@ def lora_pairs(model: nn.Module, routes: Routes) -> list[LoraPair]:
                     scale=float(layer.scaling[adapter]),
                     base_layer=layer.get_base_layer(),
                     magnitude=_magnitude(layer, adapter),
+                    bias=layer.lora_B[adapter].bias,
                 )
             )
     return pairs
