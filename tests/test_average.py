@@ -293,3 +293,25 @@ def test_the_command(tmp_path: Path) -> None:
     assert again.exit_code == 2 and "exists already" in again.output
     as_json = CliRunner().invoke(app, [*arguments[:-1], str(tmp_path / "second"), "--json"])
     assert json.loads(as_json.output)["alpha"] == 0.1
+
+
+def test_a_start_that_carries_an_adapter_is_refused() -> None:
+    start = get_peft_model(build("lfm2"), LoraConfig(target_modules=["q_proj"], r=4))
+    for reference in (start, start.state_dict()):
+        tuned = build("lfm2", seed=1)
+        before = values(tuned)
+        with pytest.raises(ValueError, match="carries an adapter"):
+            average(tuned, reference)
+        assert_same(tuned, before)
+    model = get_peft_model(build("lfm2"), LoraConfig(target_modules=["q_proj"], r=4))
+    average(model, start)  # its adapter is at zero, where the model's began
+    tune(start, size=0.2)
+    with pytest.raises(ValueError, match="adapter that is not at zero"):
+        average(model, start)
+
+
+def test_a_start_that_is_the_model_itself_is_refused() -> None:
+    model = build("lfm2")
+    for reference in (model, model.state_dict()):
+        with pytest.raises(ValueError, match="shares its memory"):
+            average(model, reference)

@@ -19,7 +19,7 @@ from routeguard.report.page import render_page
 from routeguard.report.words import restoration
 from tests.loops import tiny
 from tests.trainers import parameters, run
-from tests.tuned import values
+from tests.tuned import assert_same, values
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -189,3 +189,26 @@ def test_recipes_are_the_settings_they_stand_for() -> None:
     for arguments in ({"protect": "track"}, {"restore": QKRestore()}):
         with pytest.raises(ValueError, match="chooses protect and restore itself"):
             RouteGuard(recipe="balanced", **arguments)  # type: ignore[arg-type]
+
+
+def test_a_start_that_does_not_fit_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    part = {name: value for name, value in values(tiny()).items() if "self_attn" in name}
+    same = tiny()
+    for model, reference, message in (
+        (tiny(), part, r"tensors are not in a state dict"),
+        (same, same, "shares its memory with the model"),
+    ):
+        before = values(model)
+        with pytest.raises(ValueError, match=message):
+            run(model, tmp_path, RouteGuard("track", Average(), reference=reference))
+        assert_same(model, before)
+
+
+@pytest.mark.parametrize("restore", [QKRestore(), Average(0.5)])
+def test_what_was_insisted_on_at_the_start_is_not_refused_at_the_end(tmp_path: Path, restore: object) -> None:
+    start = tiny()
+    start.config.rope_parameters = {"rope_type": "default", "rope_theta": 5e5}
+    with pytest.raises(ValueError, match="differ in what gives"):
+        run(tiny(), tmp_path / "a", RouteGuard("track", restore, reference=start))
+    run(tiny(), tmp_path / "b", RouteGuard("track", restore, reference=start, insist=True))
+    assert (tmp_path / "b/routeguard/restore.json").is_file()

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM, Trainer
 
-from routeguard import L2SP, Anchor, Freeze, LowLR, RouteGuard, Track, find_routes
+from routeguard import L2SP, Anchor, Freeze, LowLR, QKRestore, RouteGuard, Track, find_routes
 from routeguard.drift.record import read_drift
 from routeguard.training.run_state import read_state
 from tests.loops import assert_moved, assert_same, routed_values, tiny
@@ -266,3 +268,52 @@ def test_a_file_of_an_earlier_version_is_read_and_resumed_from(tmp_path: Path) -
         path.write_text(json.dumps({**data, "coverage": broken}))
         with pytest.raises(ValueError, match="is damaged"):
             read_state(tmp_path / "routeguard")
+
+
+# -- files of other runs around, and named references ------------------------------------------------------------------
+
+
+def test_a_resumed_run_finds_its_own_whole_start_beside_another_runs(tmp_path: Path) -> None:
+    """The checkpoint of one run goes on in the folder of another, which kept a start of its own."""
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    straight = run(tiny(seed=1), tmp_path / "mine", RouteGuard(L2SP()), **saving)
+    run(tiny(seed=2), tmp_path / "other", RouteGuard(L2SP()))
+    checkpoint = str(tmp_path / "mine" / "checkpoint-2")
+    resumed = run(tiny(seed=1), tmp_path / "other", RouteGuard(L2SP()), resume=checkpoint)
+    assert_same(parameters(straight), parameters(resumed))
+    (tmp_path / "mine/routeguard/start.safetensors").unlink()
+    run(tiny(seed=2), tmp_path / "other", RouteGuard(L2SP()))
+    with pytest.raises(ValueError, match="was kept by another run"):
+        run(tiny(seed=1), tmp_path / "other", RouteGuard(L2SP()), resume=checkpoint)
+
+
+def test_an_unguarded_checkpoint_in_the_folder_of_a_guarded_run_is_seen(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    run(tiny(seed=1), tmp_path, RouteGuard(Track(), QKRestore()))
+    run(tiny(seed=2), tmp_path, **saving)
+    checkpoint = str(tmp_path / "checkpoint-2")
+    with pytest.raises(ValueError, match="was made without RouteGuard"):
+        run(tiny(seed=2), tmp_path, RouteGuard(Track(), QKRestore()), resume=checkpoint)
+
+
+@pytest.mark.parametrize("mode", ["track", "anchor"])
+def test_adapters_resume_beside_a_named_base(mode: str, tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path / "base")
+    saving = {"save_strategy": "steps", "save_steps": 2}
+
+    def adapted() -> nn.Module:
+        torch.manual_seed(0)
+        return get_peft_model(tiny(), LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"]))
+
+    def guard() -> RouteGuard:
+        return RouteGuard(mode, reference=str(tmp_path / "base"))
+
+    straight = run(adapted(), tmp_path / "a", guard(), **saving)
+    run(adapted(), tmp_path / "b", guard(), **saving)
+    again = run(adapted(), tmp_path / "b", guard(), resume=str(tmp_path / "b/checkpoint-2"), **saving)
+    assert_same(parameters(straight), parameters(again))
+    drifts = [read_drift(tmp_path / name / "routeguard/drift.jsonl")[1] for name in "ab"]
+    assert [s.factors for s in drifts[0]] == [s.factors for s in drifts[1]]
+    moved = straight.model
+    with pytest.raises(ValueError, match=r"holds no start of .*lora_B.*not at zero"):
+        run(moved, tmp_path / "c", guard())

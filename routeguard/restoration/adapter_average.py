@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from routeguard.protect.held import peft_configs, starts_at_zero
-from routeguard.protect.lora_modules import active_adapters
+from routeguard.protect.lora_modules import active_adapters, has_adapters
 from routeguard.restoration.sources import Source
 from routeguard.routes.collection import Rows
 from routeguard.routes.in_memory import is_quantised
@@ -55,6 +55,34 @@ def adapter_weights(model: nn.Module, source: Source) -> tuple[dict[str, nn.Para
             continue
         weights[canonical] = parameter
     return weights, _with_zeros(source, zeros)
+
+
+def refuse_unmerged(model: nn.Module, source: Source) -> None:
+    """Raise ValueError for a start with an adapter on its weights, for a model without: its bare weights are no start.
+
+    Also, for a model with adapters, one whose adapter is not at zero, where that of the model began.
+    """
+    if has_adapters(model):
+        moved = [n for n in source.shapes if _ZERO.search(n) and bool(source.read(n, None, 0).any())]
+        if moved:
+            raise ValueError(
+                f"the start ({source.origin}) carries an adapter that is not at zero ({moved[0]}); give the base, or "
+                f"{_MERGE}"
+            )
+        return
+    modules = {name.rpartition(".")[0] for name in source.shapes if name.endswith(".weight")}
+    pieces = [name for name in source.shapes if any(parent in modules for parent in _above(name))]
+    if pieces:
+        raise ValueError(
+            f"the start ({source.origin}) carries an adapter ({', '.join(pieces[:2])}), so its bare weights are not "
+            "what it computed with; merge it first (merge_and_unload), or give the base checkpoint"
+        )
+
+
+def _above(name: str) -> list[str]:
+    """The modules around a tensor's own: "a.b.c.weight" → "a.b", "a"."""
+    parts = name.split(".")
+    return [".".join(parts[:depth]) for depth in range(len(parts) - 2, 0, -1)]
 
 
 def refuse_moved(starts: Mapping[str, Tensor]) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from routeguard.protect.lora_modules import has_adapters
 from routeguard.protect.modes import checked_alpha
-from routeguard.restoration.adapter_average import adapter_weights, refuse_unfit_adapters
+from routeguard.restoration.adapter_average import adapter_weights, refuse_unfit_adapters, refuse_unmerged
 from routeguard.restoration.average_report import AverageReport, without_start
 from routeguard.restoration.meaning import check_same_meaning, meaning_of
 from routeguard.restoration.rounding import NARROW, round_at_random
@@ -43,10 +44,11 @@ def average(
 
     Raises:
         ValueError: another model, missing weights, NaN, quantised weights, adapters that are not linear in one tensor
-            or did not start at zero, weights split over processes. The model is then unchanged.
+            or did not start at zero, weights split over processes, a start that is the model itself or carries an
+            adapter. The model is then unchanged.
     """
     alpha = checked_alpha(alpha)
-    weights, source, notes = _checked(model, reference, insist)
+    weights, source, notes = checked_weights(model, reference, insist=insist)
     return _average(weights, source, alpha, notes)
 
 
@@ -59,7 +61,7 @@ def averaged(
     Arguments and errors are those of `average`. A copy of the tuned weights is kept meanwhile, on their device.
     """
     alpha = checked_alpha(alpha)
-    weights, source, notes = _checked(model, reference, insist)
+    weights, source, notes = checked_weights(model, reference, insist=insist)
     tuned = {name: weight.detach().clone() for name, weight in weights.items()}
     try:
         yield _average(weights, source, alpha, notes)
@@ -69,12 +71,21 @@ def averaged(
                 weights[name].copy_(values)
 
 
-def _checked(
-    model: nn.Module, reference: ReferenceSource | Source, insist: bool
+def checked_weights(
+    model: nn.Module, reference: ReferenceSource | Source, *, insist: bool
 ) -> tuple[dict[str, nn.Parameter], Source, tuple[str, ...]]:
-    """The weights to average, by canonical name, where their start is read, and notes; nothing is changed."""
-    source = reference if isinstance(reference, Source) else as_source(reference, model)
+    """The weights to average, by canonical name, where their start is read, and notes; nothing is changed.
+
+    Raises ValueError as `average` does.
+    """
     refuse_unfit(model)
+    if _shares_memory(model, reference):
+        raise ValueError(
+            "the start shares its memory with the model, so it moves with it and there is nothing to go back to; give "
+            "a copy from before the training (copy.deepcopy(model), or its folder); a guarded run needs no reference"
+        )
+    source = reference if isinstance(reference, Source) else as_source(reference, model)
+    refuse_unmerged(model, source)
     if has_adapters(model):
         weights, source = adapter_weights(model, source)
     else:
@@ -91,6 +102,16 @@ def _checked(
             "checkpoint"
         )
     return weights, source, (*notes, *source.notes)
+
+
+def _shares_memory(model: nn.Module, reference: ReferenceSource | Source) -> bool:
+    tensors: Iterable[Any] = ()
+    if isinstance(reference, nn.Module):
+        tensors = reference.parameters()
+    elif isinstance(reference, Mapping):
+        tensors = reference.values()
+    own = {parameter.data_ptr() for parameter in model.parameters() if parameter.numel() and not parameter.is_meta}
+    return any(isinstance(t, Tensor) and not is_split(t) and not t.is_meta and t.data_ptr() in own for t in tensors)
 
 
 def refuse_unfit(model: nn.Module) -> None:

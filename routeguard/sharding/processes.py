@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+_T = TypeVar("_T")
 
 
 def in_several_processes() -> bool:
@@ -34,3 +37,17 @@ def from_the_first(value: Any) -> Any:
     box = [value]
     torch.distributed.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def done_by_the_first(task: Callable[[], _T]) -> _T:
+    """What a task gives in the first process, on all of them; its ValueError is raised on all of them."""
+    result, failure = None, ""
+    if is_first_process():
+        try:
+            result = task()
+        except ValueError as error:
+            failure = str(error)
+    failure, result = from_the_first((failure, result))
+    if failure:
+        raise ValueError(failure)
+    return cast(_T, result)

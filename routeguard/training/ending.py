@@ -98,9 +98,10 @@ class Ending:
     def _average(self, model: nn.Module, mode: Average) -> None:
         session = self._session
         assert session.whole_start is not None
-        report = average_at_end(model, session.whole_start, mode)
+        insist = session.guard.insist
+        report = average_at_end(model, session.whole_start, mode, insist=insist)
         for other in averaged_models(session.trainer) if session.is_main else ():
-            found = average(other, session.whole_start.source(other), mode.alpha)
+            found = average(other, session.whole_start.source(other), mode.alpha, insist=insist)
             print(f"routeguard: the average that is saved beside the model: {found}")
         trained = [h for h in session.held if h.trainable]
         self._marks = Marks(trained) if trained else None
@@ -113,7 +114,15 @@ class Ending:
     def _restore(self, model: nn.Module, method: Restoration) -> RestoreReport:
         guard, start = self._session.guard, self._session.start.reference
         assert start is not None
-        return restore(model, start, method=method, roles=guard.roles, layers=guard.layers, norms=guard.norms)
+        return restore(
+            model,
+            start,
+            method=method,
+            roles=guard.roles,
+            layers=guard.layers,
+            norms=guard.norms,
+            insist=guard.insist,
+        )
 
     def _restore_shards(self, shards: Sequence[Shard], method: Restoration) -> RestoreReport:
         session = self._session

@@ -110,6 +110,8 @@ class Session:
                 model,
                 guard.reference,
                 to_average=isinstance(guard.restore, Average),
+                digest=start.digest,
+                insist=guard.insist,
                 output_dir=Path(output_dir),
                 resumed_from=resumed_from,
                 resumed=resumed,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.trainer import TRAINER_STATE_NAME
 
 from routeguard.checkpoint.sidecar import SIDECAR_FILE, SIDECAR_FOLDER, read_facts
 from routeguard.protect.held import Held, adapter_of, starts_at_zero, trained_adapters
@@ -83,7 +84,7 @@ def find_start(
     if isinstance(protect, Freeze):
         held = [h for h in held if not h.is_shared_factor]
     if by_name is not None:
-        return _named(by_name, model, held, protect, state, stage, insist)
+        return _named(by_name, model, held, protect, state, stage, fresh=not resumed, insist=insist)
     if state is not None and not (wanted == "start" and insist):
         return _kept_by_run(model, held, protect, state, _folders(output_dir, resumed_from), insist)
     live = _start_of(
@@ -113,6 +114,8 @@ def _named(
     protect: Protection,
     state: RunState | None,
     stage: int,
+    *,
+    fresh: bool,
     insist: bool,
 ) -> Start:
     reference = open_reference(wanted, model, held)
@@ -135,6 +138,13 @@ def _named(
                 "Freeze holds the live weights, but their queries and keys differ from the reference "
                 f"({reference.origin}) in {first_of(moved)}; put them back first with "
                 "routeguard.restore(model, reference), or use Track() or Anchor() with restore=QKRestore()"
+            )
+    elif fresh:
+        trained = trained_adapters([h for h in held if h.canonical not in reference.tensors])
+        if trained:
+            raise ValueError(
+                f"the reference ({reference.origin}) holds no start of {first_of(trained)}, which is not at zero: give "
+                "the adapter as it was at the start (its folder, or what a guarded run kept), or reference='start'"
             )
     return replace(_start_of(reference, protect, stage), notes=(*notes, *reference.notes))
 
@@ -206,6 +216,8 @@ def refuse_changed_settings(
     Raises ValueError if there is nothing, or (unless insisted on) if they differ.
     """
     state = next((s for s in map(read_state, _folders(output_dir, resumed_from)) if s is not None), None)
+    if resumed_from is not None and (resumed_from / TRAINER_STATE_NAME).is_file():
+        state = read_state(resumed_from)  # whole, so a guarded run left its state there; others' lie around it
     if state is None and not required:
         return None
     if state is None:

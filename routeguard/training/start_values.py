@@ -23,6 +23,7 @@ def start_values(
         held: parameters, or shards of them.
         reference: the run's start; None needs no values (`Freeze`).
         fresh: the run begins at the live weights; what a base checkpoint cannot know (a fresh adapter) starts there.
+            Later its B was zero then, and what A was does not matter (B·A was zero).
         earlier: what this gave in an earlier `train()` that protected the same start.
     """
     if reference is None:
@@ -32,8 +33,11 @@ def start_values(
         return {h.name: earlier[h.name] for h in movable}
     starts = {}
     for h in movable:
-        if reference.known_digest or (h.canonical not in reference.tensors and h.part != "base" and fresh):
+        unknown = h.canonical not in reference.tensors and h.part != "base"  # what a base cannot know of an adapter
+        if reference.known_digest or (unknown and (fresh or h.part == "lora_A")):
             values = take_rows(h.parameter.detach(), h.rows, h.dim)  # the live weights are the start
+        elif unknown and h.part == "lora_B":
+            values = torch.zeros_like(take_rows(h.parameter.detach(), h.rows, h.dim))
         elif isinstance(h, Shard):
             values = h.start_of(reference.values(h.canonical, h.whole_rows, h.whole_dim))
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,18 @@ from routeguard.checkpoint.sidecar import SIDECAR_FOLDER
 from routeguard.protect.l2_sp import trained_weights
 from routeguard.protect.lora_modules import has_adapters
 from routeguard.protect.modes import Average
-from routeguard.restoration.adapter_average import refuse_moved
+from routeguard.restoration.adapter_average import refuse_moved, refuse_unmerged
 from routeguard.restoration.average_report import AverageReport
-from routeguard.restoration.averaging import average, refuse_unfit
+from routeguard.restoration.averaging import average, checked_weights, refuse_unfit
 from routeguard.restoration.meaning import meaning_of
 from routeguard.restoration.sources import ReferenceSource, Source, as_source
 from routeguard.routes.names import canonical_name
-from routeguard.sharding.processes import from_the_first, in_several_processes, is_first_process
+from routeguard.sharding.processes import done_by_the_first, from_the_first, in_several_processes, is_first_process
 from routeguard.storage.durable import written_beside
+from routeguard.storage.header import read_header
 from routeguard.training.run_state import WHOLE_START_FILE
+
+_DIGEST = "reference_digest"  # of the routing that the run protects, which tells its file from another run's
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +50,8 @@ def keep_whole_start(
     wanted: Any,
     *,
     to_average: bool,
+    digest: str,
+    insist: bool,
     output_dir: Path,
     resumed_from: Path | None,
     resumed: bool,
@@ -60,6 +66,8 @@ def keep_whole_start(
         wanted: the guard's `reference`, which then has to hold every weight; None or "start": the live weights, written
             to `OUTPUT/routeguard/start.safetensors` by the first process.
         to_average: for an average at the end, whose refusals come now; else for a pull.
+        digest: of the routing that the run protects; a file that was kept beside another is not this run's.
+        insist: go on although the start means something else, or the kept file is another run's.
         output_dir, resumed_from: folders of the run, and of the checkpoint that it goes on from.
         resumed: the run goes on; the file that it kept is the start.
         again: this is a further `train()` of the same model, whose first start is kept.
@@ -74,26 +82,43 @@ def keep_whole_start(
     if to_average:
         refuse_unfit(model)
     if wanted is not None and not (isinstance(wanted, str) and wanted == "start"):
-        return WholeStart(wanted, is_own=False)
-    if to_average and not (resumed or again):
-        refuse_moved(needed)
-    folders = [output_dir, *([resumed_from, resumed_from.parent] if resumed_from else [])]
-    kept = next((f for folder in folders if (f := folder / SIDECAR_FOLDER / WHOLE_START_FILE).is_file()), None)
+        named = WholeStart(wanted, is_own=False)
+        if to_average:
+            done_by_the_first(lambda: _check_average(model, named, insist))
+        return named
     if resumed or again:
-        found = from_the_first(None if kept is None else str(kept))
-        if found is None:
-            raise ValueError(
-                f"the start of every weight, which the run needs, is gone: no {SIDECAR_FOLDER}/{WHOLE_START_FILE} in "
-                f"{', '.join(map(str, folders))}. Give reference=PATH of the original model"
-            )
-        return WholeStart(found, is_own=True)
+        folders = [*([resumed_from, resumed_from.parent] if resumed_from else []), output_dir]
+        return WholeStart(done_by_the_first(lambda: _kept_file(folders, digest, insist)), is_own=True)
+    if to_average:
+        refuse_moved(needed)
     file = output_dir / SIDECAR_FOLDER / WHOLE_START_FILE
     if is_first_process():
         file.parent.mkdir(parents=True, exist_ok=True)
         tensors = {name: p.detach().to("cpu", copy=True).contiguous() for name, p in needed.items()}
         with written_beside(file) as beside:
-            save_file(tensors, beside, metadata={"format": "pt"})
+            save_file(tensors, beside, metadata={"format": "pt", _DIGEST: digest})
     return WholeStart(from_the_first(str(file)), is_own=True)
+
+
+def _check_average(model: nn.Module, start: WholeStart, insist: bool) -> None:
+    checked_weights(model, start.reference, insist=insist)
+
+
+def _kept_file(folders: Sequence[Path], digest: str, insist: bool) -> str:
+    """The file that a run kept; raises ValueError if there is none, or only those of other runs."""
+    files = [file for folder in folders if (file := folder / SIDECAR_FOLDER / WHOLE_START_FILE).is_file()]
+    own = [file for file in files if read_header(file).metadata.get(_DIGEST) == digest]
+    if not files:
+        raise ValueError(
+            f"the start of every weight, which the run needs, is gone: no {SIDECAR_FOLDER}/{WHOLE_START_FILE} in "
+            f"{', '.join(map(str, folders))}. Give reference=PATH of the original model"
+        )
+    if not own and not insist:
+        raise ValueError(
+            f"{files[0]} was kept by another run than the one that goes on, and is not its start. Give reference=PATH "
+            "of the original model, or insist=True to take this file"
+        )
+    return str((own or files)[0])
 
 
 @torch.no_grad()
@@ -105,25 +130,11 @@ def trained_start(model: nn.Module, start: WholeStart) -> dict[str, Tensor]:
     Raises ValueError, in every process alike, for a start that lacks weights, has others than the model, or holds NaN.
     """
     trained = trained_weights(model)
-    source, failure = None, ""
-    if is_first_process():
-        try:
-            source = start.source(model)
-            wrong = [name for name, p in trained.items() if source.shapes.get(name) != tuple(p.shape)]
-            if wrong:
-                failure = (
-                    f"the start, {source.origin}, lacks {len(wrong)} of the {len(trained)} trained weights, or has "
-                    f"them in another shape: {', '.join(wrong[:4])}. L2SP needs the start of every weight"
-                    + ("; that of adapters is in the model: leave `reference` out" if has_adapters(model) else "")
-                )
-        except ValueError as error:
-            failure = str(error)
-    failure = from_the_first(failure)
-    if failure:
-        raise ValueError(failure)
+    opened: list[Source] = []  # in the first process
+    done_by_the_first(lambda: opened.append(_source_of_all(model, start, trained)))
     starts = {}
     for name, parameter in trained.items():
-        values = torch.empty_like(parameter) if source is None else source.read(name, None, 0)
+        values = opened[0].read(name, None, 0) if opened else torch.empty_like(parameter)
         values = values.to(parameter.device, parameter.dtype)
         if in_several_processes():
             torch.distributed.broadcast(values, src=0)
@@ -133,21 +144,26 @@ def trained_start(model: nn.Module, start: WholeStart) -> dict[str, Tensor]:
     return starts
 
 
+def _source_of_all(model: nn.Module, start: WholeStart, trained: Mapping[str, nn.Parameter]) -> Source:
+    """The start, if it has every trained weight as the model does; else ValueError."""
+    source = start.source(model)
+    if not start.is_own:
+        refuse_unmerged(model, source)
+    wrong = [name for name, p in trained.items() if source.shapes.get(name) != tuple(p.shape)]
+    if wrong:
+        raise ValueError(
+            f"the start, {source.origin}, lacks {len(wrong)} of the {len(trained)} trained weights, or has them in "
+            f"another shape: {', '.join(wrong[:4])}. L2SP needs the start of every weight"
+            + ("; that of adapters is in the model: leave `reference` out" if has_adapters(model) else "")
+        )
+    return source
+
+
 @torch.no_grad()
-def average_at_end(model: nn.Module, start: WholeStart, mode: Average) -> AverageReport:
+def average_at_end(model: nn.Module, start: WholeStart, mode: Average, *, insist: bool) -> AverageReport:
     """Average in the first process, which has the start and saves the model; the others are sent the result."""
-    if not in_several_processes():
-        return average(model, start.source(model), mode.alpha)
-    report, failure = None, ""
-    if is_first_process():
-        try:
-            report = average(model, start.source(model), mode.alpha)
-        except ValueError as error:
-            failure = str(error)
-    failure = from_the_first(failure)
-    if failure:
-        raise ValueError(failure)
-    for parameter in model.parameters():
-        torch.distributed.broadcast(parameter.data, src=0)
-    result: AverageReport = from_the_first(report)
-    return result
+    report = done_by_the_first(lambda: average(model, start.source(model), mode.alpha, insist=insist))
+    if in_several_processes():
+        for parameter in model.parameters():
+            torch.distributed.broadcast(parameter.data, src=0)
+    return report
