@@ -87,6 +87,29 @@ def test_overshooting_strength_is_refused() -> None:
             Anchor(strength)
 
 
+def test_a_rate_that_rises_until_the_pull_overshoots_is_an_error_at_that_step() -> None:
+    model = tiny()
+    routes = find_routes(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    anchor(optimizer, model, routes, strength=100.0)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+    start, steps = routed_values(model, routes), 0
+    with pytest.raises(ValueError, match=r"strength 100 at a learning rate of 0\.052.* at most 19"):
+        for _ in range(10):
+            train(model, optimizer, steps=1)
+            scheduler.step()
+            steps += 1
+    assert steps == 1  # its first rate is 0.004
+    for name, value in routed_values(model, routes).items():
+        assert (value - start[name]).norm() < 0.1 * start[name].norm()
+
+
+def test_the_strength_that_a_refusal_names_is_accepted() -> None:
+    for rate in (6e-3, 7e-3, 3e-5, 1e-2):  # some of their inverses are rounded up
+        model = tiny()
+        anchor(torch.optim.SGD(model.parameters(), lr=rate), model, find_routes(model), strength=float(f"{1 / rate:g}"))
+
+
 def test_removed_pull_pulls_no_more() -> None:
     model, plain = tiny(), tiny()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)

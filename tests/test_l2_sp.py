@@ -118,7 +118,7 @@ def test_what_is_frozen_is_left_alone() -> None:
 def test_what_cannot_be_pulled_is_refused() -> None:
     model = tiny()
     adamw = torch.optim.AdamW(model.parameters(), lr=0.5)
-    with pytest.raises(ValueError, match=r"strength of at most 2"):
+    with pytest.raises(ValueError, match=r"its total is 1\.5 times too large"):
         l2_sp(adamw, model, total=3.0, rates=1.0)
     for wrong in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="not a positive number"):
@@ -147,6 +147,16 @@ def test_a_warm_up_does_not_hide_a_pull_that_overshoots() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.0
     with pytest.raises(ValueError, match=r"at a learning rate of 0\.5"):
         l2_sp(optimizer, model, total=3.0, rates=1.0)
+
+
+def test_a_rate_that_rises_until_the_pull_overshoots_is_an_error_at_that_step() -> None:
+    model = tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    l2_sp(optimizer, model, total=5.0, rates=1.0)
+    train(model, optimizer, steps=1)
+    optimizer.param_groups[0]["lr"] = 0.3
+    with pytest.raises(ValueError, match=r"at a learning rate of 0\.3 .* total is 1\.5 times too large"):
+        train(model, optimizer, steps=1)
 
 
 def test_the_pull_of_the_run_is_what_was_asked_for() -> None:
@@ -280,7 +290,7 @@ def test_a_named_start_is_what_it_pulls_to(tmp_path: Path) -> None:
 def test_what_a_guarded_run_cannot_pull_is_refused_when_the_trainer_is_made(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="below the resolution"):
         run(tiny(dtype=torch.bfloat16), tmp_path, RouteGuard("l2_sp"))
-    with pytest.raises(ValueError, match="strength of at most"):
+    with pytest.raises(ValueError, match=r"its total is .* times too large"):
         run(tiny(), tmp_path, RouteGuard(L2SP(2.6)))
 
 

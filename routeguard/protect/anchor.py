@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from routeguard.protect.groups import check_pull_rate, split_groups
+from routeguard.protect.groups import check_pull_rate, pull_share, split_groups
 from routeguard.protect.held import Held, held_parameters, trained_adapters
 from routeguard.protect.modes import Anchor
 from routeguard.protect.routing_groups import RoutingGroups
@@ -61,15 +61,14 @@ class AnchorPull:
 
     @torch.no_grad()
     def pull(self) -> None:
-        """One pull at the groups' current learning rates."""
+        """One pull at the groups' current learning rates; ValueError, and none, if one of them would overshoot."""
+        shares = [pull_share(float(group["lr"]), Anchor.__name__, self.mode.strength) for group in self.groups.tagged]
         if self.before is not None:
             self.before()
-        for group in self.groups.tagged:
+        for group, share in zip(self.groups.tagged, shares, strict=True):
             parts = [part for p in group["params"] for part in self._parts_of(p)]
             if parts:
-                torch._foreach_lerp_(
-                    [now for now, _ in parts], [start for _, start in parts], float(group["lr"]) * self.mode.strength
-                )
+                torch._foreach_lerp_([now for now, _ in parts], [start for _, start in parts], share)
         if self.after is not None:
             self.after()
 
@@ -90,7 +89,7 @@ def anchor(
     """`Anchor` for a plain loop: split a fresh optimizer and pull routing towards its present values after each step.
 
     Weight decay of the anchored parameters becomes 0, since it would pull towards zero instead. Costs one copy of the
-    held rows. Raises ValueError as `split_groups` does, and for `lr * strength` above 1.
+    held rows. Raises ValueError as `split_groups` does, and for `lr * strength` above 1 (a later step does so too).
     """
     mode = Anchor(strength)
     held = anchored(held_parameters(model, routes))

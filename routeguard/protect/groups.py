@@ -9,13 +9,15 @@ import torch
 from torch import nn
 
 from routeguard.protect.held import Held, held_parameters
-from routeguard.protect.modes import LowLR
+from routeguard.protect.modes import L2SP, LowLR
 from routeguard.protect.optimizers import inner_optimizer, refuse_inexact_views, refuse_rate_free_optimizer
 from routeguard.protect.routing_groups import TAG, GroupPair, RoutingGroups
 from routeguard.protect.row_views import RowViews
 from routeguard.routes.collection import Routes
 from routeguard.routes.find import find_routes
 from routeguard.routes.wording import first_of
+
+_ROUNDED = 1e-5  # by which the strength that a message names may be off
 
 
 def split_groups(
@@ -181,12 +183,26 @@ def low_lr(optimizer: torch.optim.Optimizer, model: nn.Module, routes: Routes, *
 def check_pull_rate(groups: Iterable[Mapping[str, Any]], mode: str, strength: float) -> None:
     """Raise ValueError where a pull would overshoot the start (`lr * strength` above 1), now or after a warm-up."""
     for group in groups:
-        rate = max(float(group["lr"]), float(group.get("initial_lr", 0.0)))
-        if rate * strength > 1:
-            raise ValueError(
-                f"{mode}: strength {strength:g} at a learning rate of {rate:g} pulls by more than the whole way in one "
-                f"step; use a strength of at most {1 / rate:g}, or Freeze()"
-            )
+        pull_share(max(float(group["lr"]), float(group.get("initial_lr", 0.0))), mode, strength)
+
+
+def pull_share(rate: float, mode: str, strength: float) -> float:
+    """How far a pull goes at a learning rate, as a share of the way to the start.
+
+    Raises ValueError where it would go further than the start, as under a schedule that raises the rate.
+    """
+    share = rate * strength
+    if share > 1 + _ROUNDED:
+        remedy = (
+            f"its total is {share:.3g} times too large for that: ask for less, or train for more steps"
+            if mode == L2SP.__name__
+            else f"use a strength of at most {1 / rate:g} (where the rate goes no higher), or Freeze()"
+        )
+        raise ValueError(
+            f"{mode}: strength {strength:g} at a learning rate of {rate:g} pulls by more than the whole way in one "
+            f"step; {remedy}"
+        )
+    return share
 
 
 def _refuse_columns(partial: Sequence[Held], mode: str) -> None:

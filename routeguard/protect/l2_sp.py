@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from routeguard.protect.adapter_start import left_free
-from routeguard.protect.groups import check_pull_rate
+from routeguard.protect.groups import check_pull_rate, pull_share
 from routeguard.protect.modes import L2SP
 from routeguard.protect.optimizers import inner_optimizer, refuse_rate_free_optimizer
 from routeguard.routes.in_memory import is_quantised
@@ -80,12 +80,14 @@ class WholePull:
 
     @torch.no_grad()
     def pull(self) -> None:
-        """One pull at the groups' current learning rates."""
-        for group in self._optimizer.param_groups:
+        """One pull at the groups' current learning rates; ValueError, and none, if one of them would overshoot."""
+        groups = self._optimizer.param_groups
+        shares = [pull_share(float(group["lr"]), L2SP.__name__, self.strength) for group in groups]
+        for group, share in zip(groups, shares, strict=True):
             now = [parameter for parameter in group["params"] if parameter in self._starts]
             if now:
                 starts = [self._starts[parameter] for parameter in now]
-                torch._foreach_lerp_(now, starts, float(group["lr"]) * self.strength)
+                torch._foreach_lerp_(now, starts, share)
 
     def remove(self) -> None:
         """No further pulls; weight decay is what it was."""
