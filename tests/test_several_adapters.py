@@ -9,11 +9,22 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from routeguard import RouteGuard, Track, check_lora_coverage, find_routes, freeze, restore
+from routeguard import (
+    RouteGuard,
+    Track,
+    check_lora_coverage,
+    find_routes,
+    freeze,
+    restore,
+    restore_checkpoint,
+    verify_checkpoint,
+)
 from routeguard.drift.record import read_drift
 from tests.loops import tiny
+from tests.test_verify_checkpoint import keep
 from tests.trainers import run
 from tests.tuned import tune, values
 from tests.zoo.build import build
@@ -138,3 +149,70 @@ def test_coverage_sees_trainable_copies_of_any_adapter() -> None:
     model.get_parameter(find_routes(model).parameters[0].replace(".default.", ".second.")).requires_grad_(True)
     with pytest.raises(ValueError, match="1 query or key tensors of full attention would be trained"):
         check_lora_coverage(model, quiet=True)
+
+
+# -- on disk, against what a run kept --------------------------------------------------------------------------------
+
+ON_ROUTES = {"target_modules": ["q_proj", "k_proj", "v_proj"]}
+
+
+def two_trained(**options: Any) -> Any:
+    """Two adapters that are both off zero, and apart."""
+    model = with_two(build("llama"), **(options or ON_ROUTES))
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def only(model: Any, adapter: str, folder: Path) -> Path:
+    """One adapter's folder, away from the others."""
+    model.save_pretrained(folder, selected_adapters=[adapter])
+    return folder if adapter == "default" else folder / adapter
+
+
+@pytest.mark.parametrize("adapter", ["default", "second"])
+def test_each_folder_is_compared_with_its_own_start(adapter: str, tmp_path: Path) -> None:
+    model = two_trained()
+    keep(model, tmp_path / "run")
+    model.save_pretrained(tmp_path / "start")
+    folder = Path("." if adapter == "default" else "second")
+    assert verify_checkpoint(tmp_path / "start" / folder, tmp_path / "run").ok
+    model.set_adapter(adapter)
+    tune(model)
+    model.save_pretrained(tmp_path / "tuned")
+    assert not verify_checkpoint(tmp_path / "tuned" / folder, tmp_path / "run").ok
+    restore_checkpoint(tmp_path / "run", tmp_path / "tuned" / folder, out=tmp_path / "out" / folder)
+    assert verify_checkpoint(tmp_path / "out" / folder, tmp_path / "run").ok
+    start, found = (load_file(tmp_path / at / folder / "adapter_model.safetensors") for at in ("start", "out"))
+    for name in found:
+        assert torch.equal(found[name], start[name]) == ("v_proj" not in name), name
+
+
+def test_the_start_of_another_adapter_is_a_change(tmp_path: Path) -> None:
+    model = two_trained()
+    keep(model, tmp_path / "run")
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in named.items():
+            if ".default." in name:
+                parameter.copy_(named[name.replace(".default.", ".second.")])
+    model.save_pretrained(tmp_path / "tuned")
+    report = verify_checkpoint(tmp_path / "tuned", tmp_path / "run")
+    assert len(report.mismatches) == len(report.checks) == 16
+
+
+def test_a_folder_that_does_not_tell_its_adapter_is_refused(tmp_path: Path) -> None:
+    model = two_trained()
+    sidecar = keep(model, tmp_path / "run")
+    alone = only(model, "default", tmp_path / "alone")
+    message = r"holds the start of the adapters default, second, and .*alone does not tell which"
+    with pytest.raises(ValueError, match=message):
+        verify_checkpoint(alone, sidecar)
+    with pytest.raises(ValueError, match=message):
+        restore_checkpoint(sidecar, alone, out=tmp_path / "out")
+    assert verify_checkpoint(only(model, "second", tmp_path / "other"), sidecar).ok
+    keep(model, alone)  # the folder of the run itself
+    assert verify_checkpoint(alone, sidecar).ok

@@ -13,8 +13,10 @@ import numpy as np
 from routeguard.checkpoint.adapter_tensors import (
     PART,
     adapter_config,
+    adapter_held,
     adapter_tensors,
     chosen_routes,
+    initial_names,
     spelled,
 )
 from routeguard.checkpoint.compare import num_nonzero, num_unequal, why_not_comparable
@@ -47,9 +49,10 @@ class _Part:
 
 @dataclass
 class _Planner:
-    """Finds the initial values of one adapter's tensors, module by module."""
+    """Finds the initial values of one adapter's tensors, module by module. `adapter` is its name in the start."""
 
     start: Start
+    adapter: str
     config: dict[str, Any]
     stored: Mapping[str, StoredTensor]
     parts: list[_Part] = field(default_factory=list)
@@ -67,7 +70,7 @@ class _Planner:
         module = route.parameter.removesuffix(".weight")
         plain = (route.parameter, f"{module}.bias")
         mine = {name: t for name, t in self.stored.items() if name.startswith(f"{module}.") and name not in plain}
-        known = {spelled(name): name for name in self.start.tensors if name.startswith(f"{module}.")}
+        known = initial_names(self.start, module, self.adapter)
         initial = {name: known[spelled(name)] for name in mine if spelled(name) in known}
         if mine and len(initial) == len(mine):
             self._from_kept(route, mine, initial, rows)
@@ -175,7 +178,7 @@ def plan_adapter(
     routes = chosen_routes(start, layers, tuple(roles), norms)
     stored = adapter_tensors(folder, routes)
     _refuse_other_base(stored, routes, start)
-    planner = _Planner(start, config, stored)
+    planner = _Planner(start, adapter_held(folder, start), config, stored)
     by_parameter: dict[str, list[Route]] = {}
     for route in routes:
         by_parameter.setdefault(route.parameter, []).append(route)

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from routeguard.checkpoint.sidecar import sidecar_in
 from routeguard.checkpoint.start import Start
 from routeguard.routes.collection import ROUTING_ROLES, Role, Route
-from routeguard.storage.folder import adapter_file, read_json, stored_tensors
+from routeguard.storage.folder import adapter_file, is_adapter_folder, read_json, stored_tensors
 from routeguard.storage.header import StoredTensor
 
 PART = re.compile(
@@ -58,6 +59,40 @@ def chosen_routes(start: Start, layers: Iterable[int] | None, roles: Iterable[Ro
 def spelled(name: str) -> str:
     """`…lora_B.default.weight` as adapter files spell it: `…lora_B.weight`."""
     return PART.sub(lambda m: f".{m['part']}{m['tail'] or '.weight'}", name)
+
+
+def adapter_held(folder: Path, start: Start) -> str:
+    """Of the adapters whose start a run kept, the one that a folder holds; "" where the start holds no adapter.
+
+    PEFT writes the adapter "default" into a folder itself, and each other one into a subfolder of its name.
+
+    Raises ValueError when there are several and the folder does not tell.
+    """
+    names = sorted({m["adapter"] for name in start.tensors for m in [PART.search(name)] if m and m["adapter"]})
+    if len(names) < 2:
+        return names[0] if names else ""
+    others = [name for name in names if name != "default"]
+    is_root = sidecar_in(folder) is not None or any(is_adapter_folder(folder / name) for name in others)
+    if is_root and "default" in names:
+        return "default"
+    if not is_root and folder.resolve().name in others:
+        return folder.resolve().name
+    raise ValueError(
+        f"{start.origin} holds the start of the adapters {', '.join(names)}, and {folder} does not tell which of them "
+        "it is: PEFT writes 'default' into the folder of the run, and every other adapter into a subfolder of its "
+        "name. Give a folder that is laid out so"
+    )
+
+
+def initial_names(start: Start, module: str, adapter: str) -> dict[str, str]:
+    """The initial tensors that a start holds of one adapter on a module: as files spell them, to their names there."""
+    found = {}
+    for name in start.tensors:
+        if name.startswith(f"{module}.") and name not in (f"{module}.weight", f"{module}.bias"):
+            match = PART.search(name)
+            if match is None or match["adapter"] in (None, adapter):
+                found[spelled(name)] = name
+    return found
 
 
 def aligned(stored: dict[str, StoredTensor], routes: Sequence[Route]) -> dict[str, StoredTensor]:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from routeguard.checkpoint.adapter_tensors import PART, adapter_config, adapter_tensors, chosen_routes, spelled
+from routeguard.checkpoint.adapter_tensors import (
+    PART,
+    adapter_config,
+    adapter_held,
+    adapter_tensors,
+    chosen_routes,
+    initial_names,
+    spelled,
+)
 from routeguard.checkpoint.compare import num_nonzero
 from routeguard.checkpoint.start import Start
 from routeguard.checkpoint.verify import TensorCheck, check_slice
@@ -30,10 +38,11 @@ def check_adapter(
     config = adapter_config(folder, start)
     routes = chosen_routes(start, layers, roles, norms)
     stored = adapter_tensors(folder, routes)
+    adapter = adapter_held(folder, start)
     checks: list[TensorCheck] = []
     untouched = 0
     for route in routes:
-        found = _check_route(route, stored, start, config)
+        found = _check_route(route, stored, start, adapter, config)
         checks += found
         untouched += not found
     notes = [f"{untouched} of {len(routes)} routes carry no adapter: the base is frozen there"] if untouched else []
@@ -48,7 +57,7 @@ def check_adapter(
 
 
 def _check_route(
-    route: Route, stored: dict[str, StoredTensor], start: Start, config: dict[str, object]
+    route: Route, stored: dict[str, StoredTensor], start: Start, adapter: str, config: dict[str, object]
 ) -> list[TensorCheck]:
     """Checks of everything in the adapter file that acts on a route; empty if nothing does."""
     checks = []
@@ -78,7 +87,7 @@ def _check_route(
                 route, tensor, f"a {config.get('peft_type')} adapter acts on it; merge it and verify the merged model"
             ),
         ]
-    initial = {spelled(name): name for name in start.tensors if name.startswith(f"{module}.") and name not in plain}
+    initial = initial_names(start, module, adapter)
     for name, tensor in parts.items():
         checks += _check_part(route, name, tensor, initial, start, config)
     return checks
