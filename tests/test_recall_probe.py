@@ -160,6 +160,7 @@ def test_a_resumed_run_that_asks_otherwise_says_so(tmp_path: Path) -> None:
         ({"every": 0}, "every=0 steps"),
         ({"share": 0}, "share=0 of the training time"),
         ({"action": "shout"}, "no action 'shout'"),
+        ({"action": "stop"}, "action='stop' without max_drop never stops"),
         ({"max_drop": 10}, "give 0.1 for ten points"),
         ({"tasks": "niah"}, "no recall task"),
         ({"lengths": ()}, "give lengths of at least 1 token"),

@@ -51,6 +51,12 @@ def test_messages_come_with_a_word_on_the_loss(style: str, capsys) -> None:
     assert ("only if the Trainer has assistant_only_loss=True" in capsys.readouterr().out) == (style == "messages")
 
 
+def test_what_is_no_tokenizer_is_refused() -> None:
+    for given in (None, "path/of/model"):
+        with pytest.raises(ValueError, match=f"tokenizer={given!r} is no tokenizer; give the model's own"):
+            replay(plain(90), given, 0.1)
+
+
 def test_lengths_that_are_none_are_refused() -> None:
     for lengths, message in (
         ((), "give lengths of at least 1"),

@@ -35,6 +35,10 @@ def check_probe(every: int | None, share: float, max_drop: float | None, action:
         raise ValueError(f"no action {action!r}; there are 'warn' and 'stop'")
     if max_drop is not None and not 0 < max_drop <= 1:
         raise ValueError(f"max_drop={max_drop}; accuracies lie between 0 and 1, so give 0.1 for ten points")
+    if action == "stop" and max_drop is None:
+        raise ValueError(
+            "action='stop' without max_drop never stops: say how far recall may fall, max_drop=0.2 for twenty points"
+        )
 
 
 def _whole(length: Any) -> int:

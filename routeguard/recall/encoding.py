@@ -15,10 +15,16 @@ class Encoder:
         tokenizer: a Hugging Face tokenizer.
         chat: whether prompts go through its chat template; raw text otherwise.
 
-    Raises ValueError if `chat` is asked for and there is no template, and for a tokenizer that encodes text to nothing.
+    Raises ValueError for what is no tokenizer, if `chat` is asked for and there is no template, and for a tokenizer
+    that encodes text to nothing.
     """
 
     def __init__(self, tokenizer: Any, *, chat: bool = False) -> None:
+        if isinstance(tokenizer, str) or not callable(tokenizer):
+            raise ValueError(
+                f"tokenizer={tokenizer!r} is no tokenizer; give the model's own: "
+                "AutoTokenizer.from_pretrained('FOLDER')"
+            )
         if chat and not getattr(tokenizer, "chat_template", None):
             raise ValueError("chat=True, but this tokenizer has no chat template; use chat=False for raw text")
         self.tokenizer = tokenizer

@@ -53,7 +53,7 @@ class RecallProbe(TrainerCallback):  # type: ignore[misc]
         max_drop: how far accuracy at any length may fall below the first measurement, 0 to 1, before the probe acts.
             None (default): it never does. A resumed run counts from its own first measurement, and is refused where
             the probe's settings are others now (a warning with `insist`).
-        action: "warn" or "stop": what it does then.
+        action: "warn" or "stop": what it does then. "stop" needs `max_drop`.
         tokenizer: None: the Trainer's `processing_class`.
         chat, haystack, seed, batch_tokens, insist: as in `measure_recall`.
 

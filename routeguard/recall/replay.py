@@ -60,7 +60,8 @@ def replay(
             value as well. Columns that nobody reads are better removed from the dataset.
 
     Raises ValueError for a share out of range or too small for a single row, for other columns that `fill` does not
-    name, other kinds of dataset, for tasks that the probe asks, a probe that is none, and a haystack that no task uses.
+    name, other kinds of dataset, for tasks that the probe asks, a probe or tokenizer that is none, and a haystack that
+    no task uses.
     """
     style = _style(dataset)
     filling = _filling(dataset, style, dict(fill or {}))
