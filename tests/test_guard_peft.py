@@ -231,6 +231,17 @@ def test_an_adapter_elsewhere_leaves_nothing_to_slow_down(tmp_path: Path) -> Non
         make(adapted("lfm2", target_modules=["v_proj"]), tmp_path, RouteGuard("anchor"))
 
 
+@pytest.mark.parametrize("targets", [["q_proj", "k_proj"], ["q_proj"]])
+def test_an_adapter_on_nothing_but_routing_leaves_nothing_to_train(targets: list[str], tmp_path: Path) -> None:
+    model = adapted("llama", target_modules=targets)
+    count = sum(p.requires_grad for p in model.parameters())
+    with pytest.raises(ValueError, match=rf"nothing to train: all {count} trainable .*protect='low_lr', 'anchor' or"):
+        make(model, tmp_path, RouteGuard())
+    assert run(model, tmp_path, RouteGuard("low_lr")).state.global_step == 4
+    gated = adapted("qwen3_next", target_modules=["q_proj"])  # the gate's rows are free
+    assert run(gated, tmp_path / "gated", RouteGuard()).state.global_step == 4
+
+
 def test_freeze_as_a_function_serves_adapters_too() -> None:
     model = adapted("qwen3_5_text")
     frozen = freeze(model, find_routes(model))

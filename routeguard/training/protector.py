@@ -74,6 +74,8 @@ class Protector:
             )
         if isinstance(self.protect, L2SP):
             refuse_unpulled(model)
+        if isinstance(self.protect, Freeze):
+            _refuse_freezing_everything(model, held)
         if self.frozen is not None:
             self.frozen.detach()
         self.frozen = freeze(model, routes) if isinstance(self.protect, Freeze) else None
@@ -119,6 +121,18 @@ class Protector:
         if self._unpacked is not None:
             self._unpacked.release()
             self._unpacked = None
+
+
+def _refuse_freezing_everything(model: nn.Module, held: list[Held]) -> None:
+    whole = {h.parameter for h in held if h.rows is None and not h.is_shared_factor}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if trained and whole.issuperset(trained):
+        names = first_of([h.name for h in held if h.trainable])
+        raise ValueError(
+            f"freeze would leave nothing to train: all {len(trained)} trainable tensors move queries and keys "
+            f"({names}). Let the adapter reach other modules (routeguard.lora_config(model) chooses them), or "
+            "let queries and keys learn: protect='low_lr', 'anchor' or 'track'"
+        )
 
 
 def _refuse_quantised_full_fine_tuning(model: nn.Module, routes: Routes, held: list[Held]) -> None:
