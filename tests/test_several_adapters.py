@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from routeguard import (
+    QKRestore,
     RouteGuard,
     Track,
     check_lora_coverage,
@@ -31,6 +32,7 @@ from tests.zoo.build import build
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+ON_ROUTES = {"target_modules": ["q_proj", "k_proj", "v_proj"]}
 COPIES = {"target_modules": ["v_proj"], "modules_to_save": ["q_proj", "k_proj"]}
 
 
@@ -41,6 +43,17 @@ def with_two(base: nn.Module, active: str = "default", **options: Any) -> Any:
     model = get_peft_model(base, config)
     model.add_adapter("second", config)
     model.set_adapter(active)
+    return model
+
+
+def two_trained(**options: Any) -> Any:
+    """Two adapters that are both off zero, and apart."""
+    model = with_two(build("llama"), **(options or ON_ROUTES))
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
     return model
 
 
@@ -151,20 +164,74 @@ def test_coverage_sees_trainable_copies_of_any_adapter() -> None:
         check_lora_coverage(model, quiet=True)
 
 
-# -- on disk, against what a run kept --------------------------------------------------------------------------------
-
-ON_ROUTES = {"target_modules": ["q_proj", "k_proj", "v_proj"]}
+# -- in memory, beside another adapter -------------------------------------------------------------------------------
 
 
-def two_trained(**options: Any) -> Any:
-    """Two adapters that are both off zero, and apart."""
-    model = with_two(build("llama"), **(options or ON_ROUTES))
-    generator = torch.Generator().manual_seed(9)
+@pytest.mark.parametrize("adapter", ["default", "second"])
+@pytest.mark.parametrize("source", ["base", "folder", "start"])
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=str)
+def test_restore_leaves_idle_adapters_alone(options: dict[str, Any], source: str, adapter: str, tmp_path: Path) -> None:
+    start = two_trained(**ON_ROUTES, **options)
+    start.set_adapter(adapter)
+    start.save_pretrained(tmp_path)
+    model = copy.deepcopy(start)
+    tune(model)
+    before = values(model)
+    folder = tmp_path if adapter == "default" else tmp_path / adapter
+    report = restore(model, {"base": build("llama"), "folder": folder, "start": start}[source])
+    changed = moved(model, before)
+    assert changed and all(f".{adapter}." in name for name in changed)
+    assert "adapters second" in str(report) if adapter == "default" else "adapters default" in str(report)
+    if source != "base":
+        routed = [name for name in values(start) if f".{adapter}." in name and "v_proj" not in name]
+        assert not moved(model, {name: values(start)[name] for name in routed})
+
+
+def test_the_drift_that_restore_reports_is_that_of_the_active_adapter() -> None:
+    both, alone = two_trained(), two_trained()
+    alone.delete_adapter("second")
+    drifts = [[layer.drift_before for layer in restore(m, build("llama")).layers] for m in (both, alone)]
+    assert drifts[0] == drifts[1] and min(drifts[0][0].values()) > 0
+
+
+def test_an_ia3_adapter_that_is_idle_stays() -> None:
+    config = IA3Config(target_modules=["k_proj"], feedforward_modules=[])
+    start = get_peft_model(build("llama"), config)
+    start.add_adapter("second", config)
+    start.set_adapter("default")
+    model = copy.deepcopy(start)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if ".lora_" in name:
-                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    return model
+            if "ia3_l" in name:
+                parameter += 1
+    before = values(model)
+    restore(model, start)
+    changed = moved(model, before)
+    assert changed == {name for name in before if "ia3_l.default" in name}
+
+
+def test_one_adapter_is_not_the_start_of_two(tmp_path: Path) -> None:
+    model = two_trained()
+    model.save_pretrained(tmp_path)
+    model.base_model.set_adapter(["default", "second"])
+    before = values(model)
+    with pytest.raises(ValueError, match=r"holds one adapter .*several active \(default, second\)"):
+        restore(model, tmp_path)
+    assert not moved(model, before)
+    restore(model, build("llama"))
+    assert all(".lora_B." in name for name in moved(model, before))
+
+
+def test_the_end_of_a_guarded_run_leaves_idle_adapters_alone(tmp_path: Path) -> None:
+    model = two_trained().train()
+    model.save_pretrained(tmp_path / "start")
+    before = values(model)
+    run(model, tmp_path / "run", RouteGuard(Track(), QKRestore(), reference=tmp_path / "start"))
+    changed = moved(model, before)
+    assert changed == {name for name in before if ".lora_" in name and ".default." in name and "v_proj" in name}
+
+
+# -- on disk, against what a run kept --------------------------------------------------------------------------------
 
 
 def only(model: Any, adapter: str, folder: Path) -> Path:

@@ -51,6 +51,14 @@ class Held:
         return canonical_name(self.name)
 
     @property
+    def adapter(self) -> str:
+        """The name of the adapter that it is a piece of; "" for a base parameter."""
+        if self.part == "base":
+            return ""
+        layer = without_late_wrappers(self.routes[0].parameter).partition(_BASE_LAYER)[0]
+        return self.name.removeprefix(f"{layer}.").split(".")[1]
+
+    @property
     def is_shared_factor(self) -> bool:
         """LoRA's A where only some of the rows it feeds are routing: it serves the others too, and stays free."""
         return self.part == "lora_A" and any(route.rows is not None for route in self.routes)
@@ -131,6 +139,17 @@ def held_parameters(model: nn.Module, routes: Routes) -> list[Held]:
         if layer is not None:
             held += _adapter_parameters(name.partition(_BASE_LAYER)[0], layer, rows, members, parameters)
     return held
+
+
+def without_idle_adapters(model: nn.Module, held: Sequence[Held]) -> tuple[list[Held], list[str]]:
+    """Held parameters without the pieces of adapters that are not active, and the names of these adapters."""
+    kept, idle = [], set()
+    for piece in held:
+        if piece.part == "base" or piece.adapter in peft_layer(model, piece.routes[0].parameter).active_adapters:
+            kept.append(piece)
+        else:
+            idle.add(piece.adapter)
+    return kept, sorted(idle)
 
 
 def lora_pairs(model: nn.Module, routes: Routes) -> list[LoraPair]:

@@ -89,7 +89,7 @@ def adapter_drift(
         start = take_rows(weight, route.rows, route.dim).float().cpu()
     start = start if route.dim == 0 else start.T
     moved = torch.zeros_like(start)
-    for adapter in layer.lora_A:
+    for adapter in dict.fromkeys(piece.adapter for piece in group):
         a, b = (module[adapter].weight.detach().float().cpu() for module in (layer.lora_A, layer.lora_B))
         a0, b0 = (_initial(group, reference, f"lora_{which}", adapter) for which in "AB")
         a0, b0 = (a if a0 is None else a0), (torch.zeros_like(b) if b0 is None else b0)

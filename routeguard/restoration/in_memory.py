@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from routeguard.protect.held import Held, held_parameters
+from routeguard.protect.held import Held, held_parameters, without_idle_adapters
 from routeguard.protect.modes import QKPro, QKRestore, Restoration, as_restoration
 from routeguard.protect.rows import put_rows, take_rows
 from routeguard.restoration.adapters import adapted_modules, adapter_drift, refuse_merged, restored_adapter
@@ -56,7 +56,8 @@ def restore(
     """Put the queries and keys of the full-attention layers back to their start, in place; all else stays as tuned.
 
     Args:
-        model: the tuned model, wrapped in PEFT, `torch.compile` or DDP or not.
+        model: the tuned model, wrapped in PEFT, `torch.compile` or DDP or not. Of several adapters the active ones are
+            restored.
         reference: the start: a model, a state dict, a checkpoint folder, a safetensors file, what a guarded run kept.
         method: "qk" (QK-Restore, the paper's Algorithm 1), "qk_pro" (ridge form, §7.4), "interpolate", or one of the
             objects `QKRestore()`, `QKPro(ridge=…)`, `Interpolate(alpha=…)`. Default "qk".
@@ -133,12 +134,17 @@ def _plan(
     if isinstance(mode, QKPro):
         refuse_other_roles(routes)
     refuse_merged(model, routes.routes)
-    held = held_parameters(model, routes)
+    held, idle = without_idle_adapters(model, held_parameters(model, routes))
     for piece in held:
         _refuse_split(piece)
         refuse_unreadable(piece)
     reference = open_reference(source, model, held)
     notes = [*check_same_meaning(meaning_of(model), reference.meaning, insist=insist), *reference.notes]
+    if idle:
+        notes.append(
+            f"left as they were, because they are not active: the adapters {', '.join(idle)} (to restore one, make it "
+            "active with model.set_adapter(name))"
+        )
     movable = [piece for piece in held if not is_quantised(piece.parameter)]
     if len(movable) < len(held):
         notes.append(

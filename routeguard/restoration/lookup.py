@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from routeguard.protect.held import Held, peft_configs
+from routeguard.protect.lora_modules import active_adapters
 from routeguard.protect.rows import put_rows, take_rows
 from routeguard.restoration.adapters import adapted_modules
 from routeguard.restoration.reference import Reference
@@ -38,10 +39,11 @@ def open_reference(source: ReferenceSource, model: nn.Module, held: Sequence[Hel
         A `Reference` with the source's dtypes, its meaning, and notes on what was matched by place.
 
     Raises:
-        ValueError: tensors are missing or have another shape (another model), with what was asked and found.
+        ValueError: tensors are missing or have another shape (another model), with what was asked and found; the source
+            holds one adapter, and the model has several active.
     """
     opened = as_source(source, model)
-    lookup = _Lookup(opened, [route for piece in held for route in piece.routes])
+    lookup = _Lookup(opened, [route for piece in held for route in piece.routes], active_adapters(model))
     for group in adapted_modules(held).values():
         lookup.adapter(group, list(peft_configs(model)))
     for piece in held:
@@ -53,8 +55,9 @@ def open_reference(source: ReferenceSource, model: nn.Module, held: Sequence[Hel
 class _Lookup:
     """Collects start values one tensor at a time, and everything that is missing."""
 
-    def __init__(self, source: Source, routes: Sequence[Route]) -> None:
+    def __init__(self, source: Source, routes: Sequence[Route], active: set[str]) -> None:
         self.source = source
+        self.active = active
         self.places = dict(with_places(dict.fromkeys(map(_canonical, routes))))
         self.tensors: dict[str, Tensor] = {}
         self.rows: dict[str, Rows | None] = {}
@@ -100,6 +103,14 @@ class _Lookup:
         """Find the initial tensors of one module's adapters, or else the base weight below."""
         found = {piece: self._adapter_name(piece, adapters) for piece in group}
         present = [piece for piece, name in found.items() if name is not None]
+        for piece, name in found.items():
+            other = next((p for p in present if p is not piece and found[p] == name), None)
+            if other is not None and {piece.adapter, other.adapter} <= self.active:
+                raise ValueError(
+                    f"the reference ({self.source.origin}) holds one adapter ({name}), and the model has several "
+                    f"active ({', '.join(sorted(self.active))}): it cannot be the start of each. Make one of them "
+                    "active (model.set_adapter(name)), or give a reference that holds all of them"
+                )
         if len(present) == len(group):
             self.with_adapter.add(_canonical(group[0].routes[0]).parameter)
             for piece, name in found.items():
