@@ -211,7 +211,11 @@ def test_pure_softmax_models_warn_and_hybrids_do_not() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         find_routes(build("qwen3_next", device="meta"))
+        parallel = find_routes(build("falcon_h1", device="meta"))  # Mamba-2 beside attention in each layer
         find_routes(build("llama", device="meta"), layers=[1])  # the user has chosen
+    assert parallel.all_layers_full
+    assert "every layer has Mamba-2 beside its attention" in str(parallel)
+    assert "is weak in such models" not in str(parallel)
 
 
 def test_a_module_without_config_is_refused_or_probed() -> None:

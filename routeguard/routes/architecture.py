@@ -64,6 +64,7 @@ class Architecture:
         kinds: optional function from the text config to one kind per layer, instead of `layer_kinds`.
         position: whether a layer rotates queries and keys.
         pairing: "half" or "interleaved".
+        beside: what mixes tokens in parallel to attention, in every layer of full attention; "" for nothing.
         tied: full layers without tensors of their own use those of an earlier one.
         auxiliary: parameters of the attention module (or modules in it) that shape the logits besides queries and keys:
             learned sinks, relative biases, temperatures. Routes of kind "norm".
@@ -79,6 +80,7 @@ class Architecture:
     kinds: Callable[[Config], tuple[str, ...]] | None = None
     position: PositionRule = always
     pairing: Pairing = "half"
+    beside: str = ""
     tied: bool = False
     auxiliary: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)

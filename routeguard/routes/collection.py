@@ -158,7 +158,7 @@ class Routes(Sequence[Route]):
 
     @property
     def all_layers_full(self) -> bool:
-        """True for a pure softmax model: no other kind of layer mixes tokens."""
+        """Whether every layer has full attention: a pure softmax model, or a hybrid with mixers beside it."""
         return bool(self.layer_kinds) and set(self.layer_kinds) <= {"full", "sparse"}
 
     def geometry(self, layer: int) -> AttentionLayer:

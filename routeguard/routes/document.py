@@ -59,7 +59,8 @@ def _row(row: Architecture) -> str:
         row.position.__name__, row.position.__name__.replace("_", " ")
     )
     rotary = ", ".join(part for part in (position, row.pairing if row.pairing != "half" else "") if part)
-    note = "; ".join(part for part in (row.note, row.obstacle or "", "tied blocks" if row.tied else "") if part)
+    beside = f"{row.beside} beside attention in every layer" if row.beside else ""
+    note = "; ".join(part for part in (row.note, beside, row.obstacle or "", "tied blocks" if row.tied else "") if part)
     types = ", ".join(f"`{name}`" for name in row.model_types)
     extra = ", ".join(f"`{name}`" for name in row.auxiliary)
     return f"| {types} | `{layout}` | {rotary} | {extra} | {note} |\n"

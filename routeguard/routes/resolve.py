@@ -79,7 +79,7 @@ def resolve(
         model_type=model_type,
         layer_kinds=kinds,
         num_model_parameters=sum(prod(info.shape) for info in tensors.values()),
-        notes=notes_on(text, architecture.note, known, kinds, routes, kept),
+        notes=notes_on(text, architecture, known, kinds, routes, kept),
     )
     return found_routes if layers is None else select_layers(found_routes, layers)
 

@@ -62,7 +62,8 @@ _ROWS: tuple[Architecture, ...] = (
     Architecture(("bamba",), layout="separate"),
     Architecture(("granitemoehybrid",), layout="separate", position=if_position_type_is_rope),
     Architecture(("jamba", "nemotron_h"), layout="separate", position=never),
-    Architecture(("falcon_h1", "lfm2", "lfm2_moe", "lfm3"), layout="separate"),
+    Architecture(("falcon_h1",), layout="separate", beside="Mamba-2"),
+    Architecture(("lfm2", "lfm2_moe", "lfm3"), layout="separate"),
     Architecture(("zamba",), layout="separate", position=never, tied=True, note="one shared attention block"),
     Architecture(
         ("zamba2",), layout="shared_block_adapters", position=if_memory_rope, tied=True,
