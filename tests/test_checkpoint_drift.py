@@ -164,6 +164,7 @@ def test_the_commands_end_to_end(tmp_path: Path) -> None:
     found = json.loads(
         run("restore", base, tuned, "--out", pro, "--method", "qk_pro", "--ridge", "0.5", "--json").stdout
     )
+    assert found["schema_version"] == 1
     assert found["restored"]["method"] == "QK-Pro (ridge 0.5)" and found["output"] == str(pro)
     assert "routeguard undo" in run("restore", base, tuned, "--in-place").stdout
     assert "routeguard undo" in run("restore", base, tuned, "--in-place", expect=2).stderr

@@ -40,14 +40,14 @@ def test_distance_of_one_model(text: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "2 × 256 tokens, 64 queries" in result.output and (tmp_path / "d.png").exists()
     parsed = json.loads(runner.invoke(app, [*arguments, "--json", "--layers", "5"]).stdout)
-    assert list(parsed["layers"]) == ["5"] and len(parsed["layers"]["5"]["mean"]) == 4
+    assert parsed["schema_version"] == 1 and list(parsed["layers"]) == ["5"] and len(parsed["layers"]["5"]["mean"]) == 4
 
 
 def test_distance_before_after_restored(text: Path, tuned: Path) -> None:
     arguments = ["diagnose", "distance", str(tuned), "--before", str(WEIGHTS), "--text", str(text), "--tokens", "128"]
     parsed = json.loads(runner.invoke(app, [*arguments, "--json"]).stdout)
     states = {name: state["layers"]["5"]["mean"] for name, state in parsed["states"].items()}
-    assert list(states) == ["before", "after", "restored"]
+    assert parsed["schema_version"] == 1 and list(states) == ["before", "after", "restored"]
     assert states["restored"] == states["before"] != states["after"]
     assert {row["layer"] for row in parsed["ranking"]} == {2, 5}
 
@@ -85,7 +85,7 @@ def test_locality_of_data_and_gradient(dataset: Path) -> None:
     assert "no model was given" in bare.output and "W_grad" not in bare.output
     options = ["--model", str(WEIGHTS), "--tokens", "96", "--sequences", "4", "--json"]
     parsed = json.loads(runner.invoke(app, [*arguments, *options]).stdout)
-    assert parsed["W_grad"]["width_tokens"] > 0
+    assert parsed["schema_version"] == 1 and parsed["W_grad"]["width_tokens"] > 0
     assert [reach["length"] for reach in parsed["reaches"]] == [8, 64, 1024]
     assert list(parsed["gradient"]["layers"]) == ["2", "5"]
 
@@ -208,7 +208,7 @@ def test_picture_of_a_head(text: Path, tuned: Path, tmp_path: Path) -> None:
     arguments = ["diagnose", "picture", str(tuned), "--before", str(WEIGHTS), "--layer", "5", "--head", "1"]
     result = runner.invoke(app, [*arguments, "--text", str(text), "--tokens", "64", "--json"])
     parsed = json.loads(result.stdout)
-    assert list(parsed["states"]) == ["before", "after", "restored"]
+    assert parsed["schema_version"] == 1 and list(parsed["states"]) == ["before", "after", "restored"]
     assert parsed["states"]["restored"] == parsed["states"]["before"] != parsed["states"]["after"]
     assert len(parsed["log_ratio"]) == 64
     assert list(parsed["last_query"]) == ["before", "after", "restored"]
@@ -230,7 +230,7 @@ def test_importance_names_the_layer_that_recall_hangs_on(tmp_path: Path) -> None
         "4",
     ]
     parsed = json.loads(runner.invoke(app, [*arguments, "--json"]).stdout)
-    assert parsed["full"]["demo_needles"] > 0.9
+    assert parsed["schema_version"] == 1 and parsed["full"]["demo_needles"] > 0.9
     assert parsed["ranking"][0]["layer"] == 2 and parsed["ranking"][0]["importance"] > 0.5
     result = runner.invoke(app, [*arguments, "--heads", "--layers", "2", "--plot", str(tmp_path / "heads.png")])
     assert result.exit_code == 0 and "layer 2 head 0" in result.output and (tmp_path / "heads.png").exists()

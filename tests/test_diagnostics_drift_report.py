@@ -29,7 +29,8 @@ def test_report_of_a_run_folder(run: Path) -> None:
     assert report.layers == (3, 7)
     assert report.series(3, "key") == (list(range(1, 11)), pytest.approx([0.02 * n for n in range(1, 11)]))
     data = report.to_dict()
-    assert data["last_step"] == 10 and data["routing_step"] == 8 and data["routing"]["3"] == pytest.approx([0.8, 0.2])
+    assert data["schema_version"] == 1 and data["last_step"] == 10
+    assert data["routing_step"] == 8 and data["routing"]["3"] == pytest.approx([0.8, 0.2])
     assert "query 0.1000" in str(report) and "logit form of 2 heads 0.2000 to 0.8000" in str(report)
 
 

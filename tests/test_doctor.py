@@ -483,7 +483,7 @@ def test_exit_codes_and_json(folders: Any, write: Write) -> None:
     good = call(app, ["doctor", "--model", str(folders("lfm2")), "--protect", "track", "--restore", "qk", "--json"])
     assert good.exit_code == 0
     found = json.loads(good.stdout)
-    assert found["ok"] and found["held"]["num_layers"] == 6
+    assert found["schema_version"] == 1 and found["ok"] and found["held"]["num_layers"] == 6
     assert "callbacks=[RouteGuard(protect='track', restore='qk')]" in found["recipe"][-1]
     bad = call(app, ["doctor", str(write(model_name_or_path=str(folders("lfm2")), load_in_8bit=True))])
     assert bad.exit_code == 1 and "\nerror\n" in bad.output and "to guard this run" not in bad.output

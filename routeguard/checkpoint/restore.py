@@ -22,6 +22,8 @@ from routeguard.routes.resolve import check_roles
 from routeguard.routes.wording import as_printed
 from routeguard.storage.hub import local_folder
 
+SCHEMA_VERSION = 1
+
 
 @dataclass(frozen=True)
 class CheckpointRestore:
@@ -44,7 +46,7 @@ class CheckpointRestore:
     undo: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "restored": self.restored.to_dict()}
+        return {"schema_version": SCHEMA_VERSION, **asdict(self), "restored": self.restored.to_dict()}
 
     def __str__(self) -> str:
         lines = [str(self.restored)]

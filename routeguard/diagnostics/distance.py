@@ -27,6 +27,7 @@ from routeguard.routes.wording import as_printed
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+SCHEMA_VERSION = 1
 NUM_QUERIES = 64
 
 
@@ -66,6 +67,7 @@ class AttentionDistance:
     def to_dict(self) -> dict[str, Any]:
         intervals = {layer: self.interval(layer) for layer in self.values}
         return {
+            "schema_version": SCHEMA_VERSION,
             "num_tokens": self.sample.num_tokens,
             "num_sequences": self.num_sequences,
             "num_queries": len(self.sample.all_positions),

@@ -14,6 +14,8 @@ from routeguard.routes.wording import as_printed
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+SCHEMA_VERSION = 1
+
 
 @dataclass(frozen=True)
 class LayerChange:
@@ -55,6 +57,7 @@ class DistanceChange:
 
     def to_dict(self) -> dict[str, Any]:
         return {
+            "schema_version": SCHEMA_VERSION,
             "states": {name: distance.to_dict() for name, distance in self.states.items()},
             "ranking": [{**vars(change), "relative_change": change.relative_change} for change in self.ranking],
         }

@@ -15,6 +15,8 @@ from routeguard.routes.wording import as_printed
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+SCHEMA_VERSION = 1
+
 
 @dataclass(frozen=True)
 class DriftReport:
@@ -51,6 +53,7 @@ class DriftReport:
     def to_dict(self) -> dict[str, Any]:
         last, routing = self.samples[-1], self.last_routing
         return {
+            "schema_version": SCHEMA_VERSION,
             "path": str(self.path),
             "header": dict(self.header),
             "num_samples": len(self.samples),

@@ -19,6 +19,8 @@ from routeguard.routes.wording import as_printed
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+SCHEMA_VERSION = 1
+
 Score = Callable[[nn.Module], "float | Mapping[str, float]"]
 
 
@@ -74,7 +76,8 @@ class ImportanceRanking:
         return {layer: tuple(sorted(found[layer])) for layer in sorted(found)}
 
     def to_dict(self) -> dict[str, Any]:
-        return {"full": dict(self.full), "ranking": [{**vars(entry)} for entry in self.ranking]}
+        ranking = [{**vars(entry)} for entry in self.ranking]
+        return {"schema_version": SCHEMA_VERSION, "full": dict(self.full), "ranking": ranking}
 
     def __str__(self) -> str:
         tasks = list(self.full)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from routeguard.diagnostics.gradient import GradientLocality
     from routeguard.diagnostics.sample_draw import DataRead
 
+SCHEMA_VERSION = 1
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 THRESHOLD = 0.01
 Verdict = Literal["reinforced", "hardly reinforced", "unknown"]
@@ -86,6 +87,7 @@ class LocalityReport:
 
     def to_dict(self) -> dict[str, Any]:
         return {
+            "schema_version": SCHEMA_VERSION,
             "data": self.data.to_dict(),
             "gradient": None if self.gradient is None else self.gradient.to_dict(),
             "normalisation": self.normalisation,

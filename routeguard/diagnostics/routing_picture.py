@@ -27,6 +27,7 @@ from routeguard.routes.wording import as_printed
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+SCHEMA_VERSION = 1
 NUM_CELLS = 256
 
 
@@ -85,6 +86,7 @@ class RoutingPicture:
         first = next(iter(self.states.values()))
         ratio = self.log_ratio
         return {
+            "schema_version": SCHEMA_VERSION,
             "layer": first.layer,
             "head": first.head,
             "num_tokens": first.num_tokens,

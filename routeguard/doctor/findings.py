@@ -13,6 +13,7 @@ import routeguard
 from routeguard.routes.wording import as_printed
 
 Level = Literal["ok", "note", "warning", "error"]
+SCHEMA_VERSION = 1
 LEVELS: tuple[Level, ...] = get_args(Level)
 _PACKAGE = Path(routeguard.__file__).parent
 
@@ -62,6 +63,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         return {
+            "schema_version": SCHEMA_VERSION,
             "ok": self.ok,
             "findings": [asdict(finding) for finding in self.findings],
             "settings": dict(self.settings),
