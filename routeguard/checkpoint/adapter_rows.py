@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from routeguard.checkpoint.adapter_base import PART
 from routeguard.checkpoint.adapter_tensors import (
-    PART,
     adapter_config,
     adapter_held,
     adapter_tensors,
@@ -176,8 +176,7 @@ def plan_adapter(
         )
     config = adapter_config(folder, start)
     routes = chosen_routes(start, layers, tuple(roles), norms)
-    stored = adapter_tensors(folder, routes)
-    _refuse_other_base(stored, routes, start)
+    stored = adapter_tensors(folder, start, routes)
     planner = _Planner(start, adapter_held(folder, start), config, stored)
     by_parameter: dict[str, list[Route]] = {}
     for route in routes:
@@ -203,26 +202,6 @@ def plan_adapter(
         (*planner.notes, "the base weights below the adapter are not in this folder and were not looked at"),
     )
     return patches, report, facts
-
-
-def _refuse_other_base(stored: Mapping[str, StoredTensor], routes: Sequence[Route], start: Start) -> None:
-    """Where the adapter acts on modules named as the routes are, the base must have those modules, in that shape."""
-    if start.is_sidecar:
-        return
-    names = {route.parameter.removesuffix(".weight").rpartition(".")[2] for route in routes if route.kind == "weight"}
-    for name, tensor in stored.items():
-        match = PART.search(name)
-        module = name[: match.start()] if match else ""
-        if not match or module.rpartition(".")[2] not in names:
-            continue
-        weight = start.tensors.get(f"{module}.weight")
-        size = tensor.shape[-1 if match["part"] == "lora_A" else 0]
-        if weight is None or size not in weight.shape:
-            found = "it has no such weight" if weight is None else f"there its shape is {list(weight.shape)}"
-            raise ValueError(
-                f"{start.origin} is not the base of this adapter: {tensor.name} {list(tensor.shape)} acts on "
-                f"{module}, and {found}. Give the checkpoint that the adapter was trained on"
-            )
 
 
 def _patch(part: _Part, mode: Restoration) -> tuple[Patch, int, dict[str, Any]]:

@@ -7,18 +7,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from routeguard.checkpoint.adapter_base import IN_LAYER, PART, refuse_other_base
 from routeguard.checkpoint.sidecar import sidecar_in
 from routeguard.checkpoint.start import Start
 from routeguard.routes.collection import ROUTING_ROLES, Role, Route
 from routeguard.storage.folder import adapter_file, is_adapter_folder, read_json, stored_tensors
 from routeguard.storage.header import StoredTensor
 
-PART = re.compile(
-    r"\.(?P<part>lora_A|lora_B|lora_magnitude_vector)"
-    r"(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?(?P<tail>\.weight|\.bias)?$"
-)
 _TOWER = re.compile(r"(^|[._])(vision|visual|vit|audio|image|img|speech)([._]|$)|encoder\.")  # beside the text decoder
-_IN_LAYER = re.compile(r"^(?P<prefix>(?:.*?\.)?)(?P<tail>(?:layers|h|blocks|block|layer|decoder_layers)\.\d+\..+)$")
 
 
 def adapter_config(folder: Path, start: Start) -> dict[str, Any]:
@@ -34,9 +30,15 @@ def adapter_config(folder: Path, start: Start) -> dict[str, Any]:
     return config
 
 
-def adapter_tensors(folder: Path, routes: Sequence[Route]) -> dict[str, StoredTensor]:
-    """Canonical name to tensor of everything that the adapter stores, under the prefix that the routes have."""
-    return aligned(stored_tensors([adapter_file(folder)]), routes)
+def adapter_tensors(folder: Path, start: Start, routes: Sequence[Route]) -> dict[str, StoredTensor]:
+    """Canonical name to tensor of everything that the adapter stores, under the prefix that the routes have.
+
+    Raises ValueError when a start that is a checkpoint has not the modules that the adapter acts on.
+    """
+    stored = aligned(stored_tensors([adapter_file(folder)]), routes)
+    if not start.is_sidecar:  # which knows only what a run held
+        refuse_other_base(stored, start, routes)
+    return stored
 
 
 def chosen_routes(start: Start, layers: Iterable[int] | None, roles: Iterable[Role] | None, norms: bool) -> list[Route]:
@@ -100,8 +102,8 @@ def aligned(stored: dict[str, StoredTensor], routes: Sequence[Route]) -> dict[st
 
     Raises ValueError when several stacks of the adapter could be the decoder.
     """
-    wanted = {match["prefix"] for route in routes for match in [_IN_LAYER.match(route.parameter)] if match}
-    matches = {name: _IN_LAYER.match(name) for name in stored}
+    wanted = {match["prefix"] for route in routes for match in [IN_LAYER.match(route.parameter)] if match}
+    matches = {name: IN_LAYER.match(name) for name in stored}
     prefixes = sorted({m["prefix"] for m in matches.values() if m and not _TOWER.search(m["prefix"])})
     if wanted & set(prefixes) or not prefixes or len(wanted) != 1:
         return stored

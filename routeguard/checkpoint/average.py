@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from routeguard.checkpoint.adapter_tensors import PART, adapter_config, aligned
+from routeguard.checkpoint.adapter_base import PART, refuse_other_base
+from routeguard.checkpoint.adapter_tensors import adapter_config, aligned
 from routeguard.checkpoint.compare import chunk_pairs, num_unequal
 from routeguard.checkpoint.in_place import refuse_interrupted
 from routeguard.checkpoint.job import Job, facts_of
@@ -54,8 +55,8 @@ def average_checkpoint(
             B is scaled by `1 − alpha`.
         out: a folder to write to; it must not exist.
         alpha: above 0, up to 1 (the start itself). Default 0.1 (measured on tiny hybrids, docs/evidence).
-        insist: go on although the two differ in what gives the weights their meaning, or BASE lacks some tensors,
-            which then stay as tuned. Default: no.
+        insist: go on although the two differ in what gives the weights their meaning, BASE lacks some tensors, which
+            then stay as tuned, or modules that an adapter acts on. Default: no.
         progress: called with its stage ("comparing" or "copying"), what is done and the total, in bytes.
 
     Returns:
@@ -63,7 +64,7 @@ def average_checkpoint(
 
     Raises:
         ValueError: not a checkpoint, or not of the same model; quantised or pickled weights; NaN; OUT exists; an
-            adapter that did not start at zero. Nothing is then written.
+            adapter that did not start at zero, or of another base. Nothing is then written.
         OSError: the disk is full, or may not be written. Nothing is left of OUT.
     """
     alpha = checked_alpha(alpha)
@@ -184,6 +185,8 @@ def _plan_adapter(tuned: Path, start: Start, alpha: float, insist: bool) -> tupl
     if config.get("init_lora_weights", True) not in ZERO_B_INITS:
         raise ValueError(f"init_lora_weights={config.get('init_lora_weights')!r} did not start at zero: {merge}")
     stored = aligned(stored_tensors([adapter_file(tuned)]), start.routes)
+    if not insist:  # its B is scaled whatever the base calls the modules
+        refuse_other_base(stored, start, start.routes)
     pieces, unknown = [], []
     for name, tensor in stored.items():
         part = PART.search(name)

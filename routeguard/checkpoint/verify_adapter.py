@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from routeguard.checkpoint.adapter_base import PART
 from routeguard.checkpoint.adapter_tensors import (
-    PART,
     adapter_config,
     adapter_held,
     adapter_tensors,
@@ -33,11 +33,11 @@ def check_adapter(
 ) -> tuple[list[TensorCheck], list[str]]:
     """Check that the adapter moves none of the start's routing rows: their rows of B are zero, or equal to their start.
 
-    Raises ValueError when the start covers none of the layers asked for.
+    Raises ValueError when the start covers none of the layers asked for, or is not the base of this adapter.
     """
     config = adapter_config(folder, start)
     routes = chosen_routes(start, layers, roles, norms)
-    stored = adapter_tensors(folder, routes)
+    stored = adapter_tensors(folder, start, routes)
     adapter = adapter_held(folder, start)
     checks: list[TensorCheck] = []
     untouched = 0
