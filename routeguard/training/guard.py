@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from routeguard.protect.modes import (
-    Anchor,
-    AtEnd,
-    Freeze,
-    LowLR,
-    Protection,
-)
+from routeguard.protect.modes import Anchor, AtEnd, Freeze, LowLR, Protection
 from routeguard.protect.recipes import RecipeName, choose
 from routeguard.routes.collection import ROUTING_ROLES, Role, Routes
 from routeguard.training.ending import Ending
@@ -154,7 +148,7 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
     def _create_optimizer(self, trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if trainer.model is not self._protector.model:
             self._protector.hold(trainer.model)
-        self._protector.refuse_unfrozen()  # before the optimizer is given them
+        self._protector.refuse_changes()  # before the optimizer is given what has changed
         self._refuse_changed_resume(trainer)
         optimizer = original(*args, **kwargs)
         self._protector.split(optimizer)
@@ -208,9 +202,9 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         trainer = self._trainer
         if trainer is None and self._protector.model is not kwargs["model"]:
             raise ValueError(f"the model was made again after RouteGuard saw it (model_init). {HINT}")
+        self._protector.refuse_changes()
         frozen = self._protector.frozen
         if frozen is not None:
-            self._protector.refuse_unfrozen()
             refuse_bema_beside_frozen(trainer, frozen)
             frozen.hold_rows()
             engine = engine_of(trainer)

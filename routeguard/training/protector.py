@@ -16,11 +16,14 @@ from routeguard.protect.optimizers import inner_optimizer
 from routeguard.protect.routing_groups import RoutingGroups
 from routeguard.routes.collection import Role, Routes
 from routeguard.routes.find import find_routes
+from routeguard.routes.names import without_late_wrappers
 from routeguard.routes.wording import first_of
 from routeguard.training.four_bit import StaysUnpacked
 
 if TYPE_CHECKING:
     from torch import nn
+
+_REMEDY = "Make the Trainer after that, or let the guard look again: guard.detach(), then guard.attach(trainer)"
 
 
 class Protector:
@@ -44,6 +47,7 @@ class Protector:
         self.routes: Routes | None = None
         self.frozen: Frozen | None = None
         self.groups: RoutingGroups | None = None
+        self._known: set[str] = set()  # names of what could move the routes when the model was held
         self._pulled: set[str] = set()
         self._unpacked: StaysUnpacked | None = None
 
@@ -81,6 +85,7 @@ class Protector:
         self.frozen = freeze(model, routes) if isinstance(self.protect, Freeze) else None
         self.routes = routes
         self.model = model
+        self._known = {h.name for h in held}
         self._let_pack()
         self._unpacked = StaysUnpacked(model)
         # Decided here, at the weights the run starts from: a resumed adapter is no longer at zero later on.
@@ -101,14 +106,37 @@ class Protector:
         else:
             self.groups = split_groups(inner, held, tag=LowLR.name, scale=self.protect.scale)
 
-    def refuse_unfrozen(self) -> None:
-        """Raise ValueError when something has made frozen parameters trainable again (PEFT may, and is undone)."""
+    def refuse_changes(self) -> None:
+        """Raise ValueError when the model is no longer what was held.
+
+        Its routing parameters are gone, others that are not held move the routes, or frozen ones are trainable again
+        (PEFT may do that, which is undone).
+        """
+        self._refuse_late_layers()
         if self.frozen is None:
             return
         self.frozen.freeze_again()
         for held in (*self.frozen.whole, *self.frozen.before):
             if held.trainable:
                 raise ValueError(f"{held.name} was frozen and is trainable again: something unfroze it before train()")
+
+    def _refuse_late_layers(self) -> None:
+        assert self.model is not None and self.routes is not None
+        present = {without_late_wrappers(name) for name, _ in self.model.named_parameters()}
+        gone = [name for name in self.routes.parameters if without_late_wrappers(name) not in present]
+        if gone:
+            raise ValueError(
+                f"{first_of(gone, 'routing tensors')} is not in the model any more: layers were compiled, wrapped or "
+                f"given adapters after the Trainer was made. {_REMEDY}"
+            )
+        if not isinstance(self.protect, (Freeze, Anchor)):
+            return  # the others look for what trains when training begins
+        late = [h.name for h in held_parameters(self.model, self.routes) if h.trainable and h.name not in self._known]
+        if late:
+            raise ValueError(
+                f"{first_of(late)} would move queries and keys and is not held by {self.protect.name}: it was added "
+                f"or made trainable after the Trainer was made. {_REMEDY}"
+            )
 
     def release(self) -> None:
         """Thaw what was frozen and forget the model."""
