@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer
 
-from routeguard import L2SP, Anchor, Freeze, LowLR, QKRestore, RouteGuard, Track, find_routes
+from routeguard import L2SP, Anchor, Average, Freeze, LowLR, QKRestore, RouteGuard, Track, find_routes
 from routeguard.drift.record import read_drift
 from routeguard.training.run_state import read_state
 from tests.loops import assert_moved, assert_same, routed_values, tiny
@@ -137,8 +137,15 @@ def test_a_second_stage_must_say_which_start_it_protects(tmp_path: Path) -> None
         second_stage(tmp_path / "sft", tmp_path / "rl", RouteGuard("track"))
     now = second_stage(tmp_path / "sft", tmp_path / "rl", RouteGuard("track", reference="start"))
     assert read_state(tmp_path / "rl").stage == 2
-    original = second_stage(tmp_path / "sft", tmp_path / "rl2", RouteGuard("track", reference=str(tmp_path / "sft")))
+    kept = str(tmp_path / "sft" / "routeguard")
+    original = second_stage(tmp_path / "sft", tmp_path / "rl2", RouteGuard("track", reference=kept))
     assert logged_drift(original)[0] > logged_drift(now)[0]
+    guard = RouteGuard("track", reference=str(tmp_path / "sft"))  # which holds a model: its own weights
+    folder = second_stage(tmp_path / "sft", tmp_path / "rl3", guard)
+    assert logged_drift(folder) == logged_drift(now)
+    assert (
+        guard.summary is not None and "the start that a guarded run kept; its own weights were taken" in guard.summary
+    )
 
 
 def test_a_second_stage_of_a_frozen_run_is_unambiguous(tmp_path: Path) -> None:
@@ -163,6 +170,24 @@ def test_an_earlier_run_in_the_same_folder_is_kept(tmp_path: Path) -> None:
     run(tiny(seed=2), tmp_path, RouteGuard("track"))
     assert (tmp_path / "routeguard" / "reference.1.safetensors").read_bytes() == first
     assert (tmp_path / "routeguard" / "drift.1.jsonl").read_text() == lines
+
+
+def test_what_another_run_left_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    folder = tmp_path / "routeguard"
+    run(tiny(seed=1), tmp_path, RouteGuard(Track(), Average(0.5)))
+    left = {
+        name: (folder / name).read_bytes() for name in ("reference.safetensors", "start.safetensors", "restore.json")
+    }
+    run(tiny(seed=2), tmp_path, RouteGuard())  # which keeps none of these
+    for name, data in left.items():
+        stem, suffix = name.split(".")
+        assert not (folder / name).exists() and (folder / f"{stem}.1.{suffix}").read_bytes() == data
+    run(tiny(seed=3), tmp_path, RouteGuard(Track(), Average(0.5)))
+    run(tiny(seed=3), tmp_path, RouteGuard(Track(), Average(0.5)))  # begun again: the same start, once
+    assert sorted(path.name for path in folder.glob("start*")) == ["start.1.safetensors", "start.safetensors"]
+    kept = folder / "start.safetensors"
+    run(tiny(seed=3), tmp_path, RouteGuard(Track(), QKRestore(), reference=str(kept)))
+    assert kept.is_file()
     assert json.loads((tmp_path / "routeguard" / "drift.jsonl").read_text().splitlines()[0])["schema_version"] == 1
 
 

@@ -73,3 +73,11 @@ def digest_on_disk(facts: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
         for chunk in row_chunks(tensor, None, 0):
             total.update(chunk)
     return total.hexdigest()
+
+
+def beside_kept(folder: Path, sidecar: Path) -> str:
+    """A note about a model's folder, taken at its own weights, in which a guarded run also kept its start."""
+    return (
+        f"{folder} also holds {sidecar.relative_to(folder)}, the start that a guarded run kept; its own weights were "
+        "taken (give that file to take the other)"
+    )

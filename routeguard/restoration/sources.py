@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from routeguard.checkpoint.sidecar import sidecar_in
+from routeguard.checkpoint.sidecar import beside_kept, sidecar_in
 from routeguard.checkpoint.tensors import read_tensor
 from routeguard.protect.rows import take_rows
 from routeguard.restoration.meaning import meaning_of, meaning_of_config
@@ -24,6 +24,7 @@ from routeguard.routes.resolve import resolve
 from routeguard.storage.folder import (
     adapter_file,
     checkpoint_config,
+    holds_model,
     is_adapter_folder,
     stored_checkpoint,
     stored_tensors,
@@ -153,12 +154,13 @@ def _from_path(path: Path, model: nn.Module) -> Source:
     if not path.exists():
         raise ValueError(f"reference {str(path)!r} does not exist (paths only: nothing is downloaded)")
     sidecar = sidecar_in(path)
-    if sidecar is not None:
+    if sidecar is not None and not (path.is_dir() and holds_model(path)):
         return _from_reference(load_reference(sidecar))
     if path.is_dir():
         if is_adapter_folder(path):
             return _from_files(path, stored_tensors([adapter_file(path)]), model)
-        return _from_checkpoint(path)
+        found = _from_checkpoint(path)
+        return found if sidecar is None else replace(found, notes=(*found.notes, beside_kept(path, sidecar)))
     if path.suffix != ".safetensors":
         raise ValueError(
             f"{path} is no safetensors file, and other formats (pickles) are not opened; load it yourself and pass the "

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from transformers import TrainerCallback
 
@@ -83,7 +84,8 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         self._session: Session | None = None
         self._ending: Ending | None = None  # until every other callback has had its turn at the end
         self._kept: tuple[Any, Start] | None = None  # the model and the start that its last train() protected
-        self._state: RunState | None = None
+        self._states: WeakKeyDictionary[Any, RunState] = WeakKeyDictionary()  # by Trainer: what its last train() kept
+        self._has_begun = False  # the Trainer has called train()
         self._own_optimizer = False
         self._wrapped: list[Wrapped] = []
 
@@ -97,7 +99,8 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
     def attach(self, trainer: Any) -> RouteGuard:
         """Guard a Trainer that is already constructed; to be called before `trainer.train()`. Returns self.
 
-        Raises ValueError if the trainer has another guard, or an optimizer with a scheduler that cannot be split.
+        Raises ValueError if the trainer has another guard, or an optimizer with a scheduler that cannot be split; or if
+        this guard is in another Trainer that has not trained yet.
         """
         if self._trainer is trainer:
             return self
@@ -112,6 +115,7 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
 
     def _install(self, trainer: Any, model: nn.Module) -> None:
         if trainer is not None:
+            self._leave_earlier(trainer)
             others = [c for c in trainer.callback_handler.callbacks if isinstance(c, RouteGuard) and c is not self]
             if others:
                 raise ValueError("this Trainer already has a RouteGuard; give one guard all the settings")
@@ -124,7 +128,7 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         self._protector.hold(model)
         if trainer is None and not isinstance(self.protect, Freeze):
             raise ValueError(HINT)
-        self._trainer = trainer
+        self._trainer, self._has_begun = trainer, False
         if trainer is not None:
             run_first(trainer, self)
             if self.probe is not None:
@@ -134,6 +138,24 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
                 Wrapped(trainer, "save_model", partial(self._save_model, trainer)),
                 Wrapped(trainer.callback_handler, "on_train_end", self._last_look),
             ]
+
+    def _leave_earlier(self, trainer: Any) -> None:
+        """One Trainer at a time: an earlier one that has trained is left behind, and cannot train again."""
+        if self._trainer is None or self._trainer is trainer:
+            return
+        if not self._has_begun:
+            raise ValueError(
+                "this RouteGuard is in another Trainer, which has not trained yet. Give each Trainer a guard of its "
+                "own, or train the first before the second is made; guard.detach() takes the guard out of the first"
+            )
+        self._close()
+
+    def _refuse_left(self, trainer: Any) -> None:
+        if trainer is not None and self._trainer is not None and trainer is not self._trainer:
+            raise ValueError(
+                "this RouteGuard has gone on to another Trainer and guards this one no longer. Give each Trainer "
+                "a guard of its own"
+            )
 
     def _refuse_scheduled_optimizer(self, trainer: Any) -> None:
         if isinstance(self.protect, (LowLR, Anchor)) and trainer.lr_scheduler is not None:
@@ -146,6 +168,7 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
     # -- protecting the model --------------------------------------------------------------------------------------
 
     def _create_optimizer(self, trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._refuse_left(trainer)
         if trainer.model is not self._protector.model:
             self._protector.hold(trainer.model)
         self._protector.refuse_changes()  # before the optimizer is given what has changed
@@ -160,8 +183,8 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         """Every saved model says which start it protected, so that a further stage can tell."""
         result = original(output_dir, *args, **kwargs)
         folder = Path(output_dir or trainer.args.output_dir)
-        if self._state is not None and trainer.is_world_process_zero() and folder.is_dir():
-            write_state(folder, self._state)
+        if trainer in self._states and trainer.is_world_process_zero() and folder.is_dir():
+            write_state(folder, self._states[trainer])
         return result
 
     def _last_look(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -198,7 +221,9 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.routes is None:
             raise ValueError(f"RouteGuard was added to a Trainer that was already constructed. {HINT}")
+        self._refuse_left(find_trainer(self))
         self._close()
+        self._has_begun = True
         trainer = self._trainer
         if trainer is None and self._protector.model is not kwargs["model"]:
             raise ValueError(f"the model was made again after RouteGuard saw it (model_init). {HINT}")
@@ -229,7 +254,8 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
             trainer=trainer,
         )
         self._kept = (self._protector.model, self._session.start)
-        self._state = self._session.state
+        if trainer is not None:
+            self._states[trainer] = self._session.state
         self.summary = self._session.summary
         if state.is_world_process_zero:
             print(self.summary, flush=True)
@@ -281,5 +307,6 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
                 wrapped.remove()
             self._wrapped.clear()
             self._trainer.remove_callback(self)
+            self._states.pop(self._trainer, None)
             self._trainer = None
-        self._kept = self._state = None
+        self._kept = None

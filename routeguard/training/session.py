@@ -29,11 +29,12 @@ from routeguard.storage.aside import move_aside
 from routeguard.training.coverage import coverage_of
 from routeguard.training.engines import refuse_unread_masters
 from routeguard.training.four_bit import warn_of_packed
+from routeguard.training.leftovers import set_aside
 from routeguard.training.log_metrics import LogWrapper, flat_metrics
 from routeguard.training.planned_rates import planned_rates
 from routeguard.training.resolution import ResolutionWatch
 from routeguard.training.rewriters import refuse_bema_beside_shards
-from routeguard.training.run_state import DRIFT_FILE, STATE_FILE, versions_here, write_state
+from routeguard.training.run_state import DRIFT_FILE, STATE_FILE, WHOLE_START_FILE, versions_here, write_state
 from routeguard.training.start import Start, find_start
 from routeguard.training.start_values import refuse_nan, start_values
 from routeguard.training.stillness import Stillness
@@ -82,6 +83,7 @@ class Session:
         self.num_steps = num_steps
         self._newest: DriftSample | None = None
         resumed = resumed_from is not None or resumed_step > 0
+        self._fresh = not resumed and kept is None
         whole = held_parameters(model, guard.routes)
         self.shards = shards_of(whole)
         self.zero = any(is_partitioned(h.parameter) for h in whole)
@@ -234,6 +236,10 @@ class Session:
         )
 
     def _write_start(self, resumed_step: int) -> None:
+        if self._fresh:
+            own = {SIDECAR_FILE} if self.start.reference is not None else set()
+            own |= {WHOLE_START_FILE} if self.whole_start is not None and self.whole_start.is_own else set()
+            set_aside(self.folder, written=own, named=self.guard.reference)
         write_state(self.folder, self.state)
         if self.start.reference is not None:
             path = self.folder / SIDECAR_FILE

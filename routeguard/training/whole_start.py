@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from routeguard.checkpoint.sidecar import SIDECAR_FOLDER
@@ -22,6 +22,7 @@ from routeguard.restoration.meaning import meaning_of
 from routeguard.restoration.sources import ReferenceSource, Source, as_source
 from routeguard.routes.names import canonical_name
 from routeguard.sharding.processes import done_by_the_first, from_the_first, in_several_processes, is_first_process
+from routeguard.storage.aside import move_aside
 from routeguard.storage.durable import written_beside
 from routeguard.storage.header import read_header
 from routeguard.training.run_state import WHOLE_START_FILE
@@ -93,11 +94,27 @@ def keep_whole_start(
         refuse_moved(needed)
     file = output_dir / SIDECAR_FOLDER / WHOLE_START_FILE
     if is_first_process():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {name: p.detach().to("cpu", copy=True).contiguous() for name, p in needed.items()}
-        with written_beside(file) as beside:
-            save_file(tensors, beside, metadata={"format": "pt", _DIGEST: digest})
+        _keep(file, needed, digest)
     return WholeStart(from_the_first(str(file)), is_own=True)
+
+
+def _keep(file: Path, weights: Mapping[str, Tensor], digest: str) -> None:
+    """Write the start; one of an earlier run is moved aside, unless it is the very same (a run that is begun again)."""
+    if file.is_file():
+        if read_header(file).metadata.get(_DIGEST) == digest and _equal(load_file(file), weights):
+            return
+        move_aside(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {name: weight.detach().to("cpu", copy=True).contiguous() for name, weight in weights.items()}
+    with written_beside(file) as beside:
+        save_file(tensors, beside, metadata={"format": "pt", _DIGEST: digest})
+
+
+def _equal(kept: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
+    return kept.keys() == weights.keys() and all(
+        kept[name].dtype == weight.dtype and torch.equal(kept[name], weight.detach().cpu())
+        for name, weight in weights.items()
+    )
 
 
 def _check_average(model: nn.Module, start: WholeStart, insist: bool) -> None:
