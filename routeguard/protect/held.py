@@ -23,6 +23,7 @@ from routeguard.sharding.whole import whole_tensor
 Part = Literal["base", "lora_A", "lora_B", "magnitude", "adapter"]
 
 _BASE_LAYER = ".base_layer."  # between the name of a PEFT layer and what it wraps
+_CONSTANT = "ranknum."  # AdaLoRA's rank as a number, which no adapter file has
 _PARTS: dict[str, Part] = {"lora_A": "lora_A", "lora_B": "lora_B", "lora_magnitude_vector": "magnitude"}
 _FACTOR = re.compile(r"\.(?:lora_A|lora_B|lora_magnitude_vector)\.(?P<adapter>[^.]+)")
 
@@ -157,7 +158,7 @@ def lora_pairs(model: nn.Module, routes: Routes) -> list[LoraPair]:
     pairs = []
     for name, members in _by_parameter(routes).items():
         layer = peft_layer(model, name)
-        if layer is None or not hasattr(layer, "lora_A") or not name.endswith("weight"):
+        if not isinstance(getattr(layer, "lora_A", None), nn.ModuleDict) or not name.endswith("weight"):
             continue
         for adapter in layer.lora_A:
             pairs.append(
@@ -249,12 +250,14 @@ def _adapter_parameters(
     held = []
     weight_routes = members[0].kind != "bias"
     for local, _ in layer.named_parameters():
-        if _BASE_LAYER in f".{local}":
+        if _BASE_LAYER in f".{local}" or local.startswith(_CONSTANT):
             continue
         parameter = parameters.get(f"{owner}.{local}")
         if parameter is None or not weight_routes:
             continue  # a bias of the base layer has no adapter of its own
-        part = _PARTS.get(local.split(".")[0], "adapter")
+        # AdaLoRA's A and B, bare parameters with singular values between them, are no factors that stand alone.
+        is_factor = local.endswith((".weight", ".bias"))
+        part = _PARTS.get(local.split(".")[0], "adapter") if is_factor else "adapter"
         if part == "adapter" and rows is not None:
             raise ValueError(
                 f"{owner} holds routing rows {merge_rows(rows)[:2]} beside other rows, and its adapter "
