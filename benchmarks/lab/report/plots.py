@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lab.conditions.table import BEFORE, CONDITIONS, NONE, QK
+from benchmarks.lab.conditions.table import BEFORE, CONDITIONS, NONE, QK, Condition
 from benchmarks.lab.experiment.journal import Result
 from benchmarks.lab.report.select import Cell, new_results
 from benchmarks.lab.report.statistics import correlation, rank_correlation
@@ -31,7 +31,10 @@ def family_of(name: str) -> str:
 
 
 def pareto(cells: Sequence[Cell], path: Path) -> None:
-    """Recall at the longest length against reasoning, a panel a cell; the undominated conditions are named."""
+    """Recall at the longest length against reasoning, a panel a cell; the undominated conditions are named.
+
+    Full fine-tuning, and plain LoRA: what else was done to adapters is in the tables.
+    """
     columns = min(3, len(cells))
     rows = -(-len(cells) // columns)
     figure, panels = new_figure(rows, columns, width=max(7.0, 5.4 * columns), height=4.6 * rows + 0.6, squeeze=False)
@@ -48,7 +51,7 @@ def _pareto_panel(axes: Any, cell: Cell) -> None:
     points = {
         name: (cell.estimate(name, new_results), cell.estimate(name, cell.recall))
         for name in cell.conditions
-        if name in CONDITIONS
+        if name in CONDITIONS and _is_drawn(CONDITIONS[name])
     }
     for family, colour, marker in zip(FAMILIES, COLOURS, MARKERS, strict=False):
         members = [name for name in points if family_of(name) == family and name != NONE]
@@ -87,6 +90,11 @@ def _pareto_panel(axes: Any, cell: Cell) -> None:
     axes.set_xlim(low - 0.35 * (1.02 - low) - 0.02, 1.02)
     axes.set_ylim(-0.02, 1.04)
     tidy(axes, grid="both")
+
+
+def _is_drawn(condition: Condition) -> bool:
+    training = condition.training
+    return training.lora is None or not (training.protect or training.replay or condition.repair.settings())
 
 
 def _dominates(a: Any, b: Any) -> bool:
