@@ -27,7 +27,8 @@ from routeguard.report.card import render_card
 from routeguard.report.chart import Line, line_chart
 from routeguard.report.collect import collect_run
 from routeguard.report.page import render_page
-from routeguard.report.words import spread
+from routeguard.report.words import protection, spread, summary
+from routeguard.routes.wording import plural_of
 from tests.loops import tiny
 from tests.test_recall_gate import result
 from tests.trainers import run
@@ -363,3 +364,17 @@ def test_a_frozen_run_needs_no_torch_but_for_its_drift(frozen: Path, tmp_path: P
         "assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_summary_and_report_name_what_was_held(tmp_path: Path) -> None:
+    guard = RouteGuard(roles=["query"])
+    run(tiny(), tmp_path, guard)
+    assert guard.summary is not None and "freeze: queries of the full-attention layers keep their bits" in guard.summary
+    found = collect_run(tmp_path)
+    assert protection(found) == "freeze: queries did not train"
+    assert summary(found) == "The queries of the full-attention layers were guarded during fine-tuning."
+    assert [plural_of(roles) for roles in (["key", "query"], ["value", "query", "key"], ["output"])] == [
+        "queries and keys",
+        "queries, keys and values",
+        "outputs",
+    ]

@@ -9,18 +9,20 @@ from typing import TypeVar
 from routeguard.recall.result import Cell, RecallResult
 from routeguard.report.run import RunReport
 from routeguard.restoration.average_report import AverageReport
+from routeguard.routes.collection import ROUTING_ROLES
 from routeguard.routes.describe import format_bytes
+from routeguard.routes.wording import plural_of
 from routeguard.training.coverage import Coverage
 
 T = TypeVar("T")
 
 NOT_RECORDED = "not recorded"
 _PROTECTIONS = {
-    "freeze": "freeze: queries and keys did not train",
-    "low_lr": "low_lr: queries and keys learned at {scale:g} x the learning rate",
-    "anchor": "anchor: queries and keys were pulled to their start with strength {strength:g}",
+    "freeze": "freeze: {held} did not train",
+    "low_lr": "low_lr: {held} learned at {scale:g} x the learning rate",
+    "anchor": "anchor: {held} were pulled to their start with strength {strength:g}",
     "l2_sp": "l2_sp: every trained weight was pulled to its start, by {total:g} in all",
-    "track": "track: queries and keys trained freely, their drift was measured",
+    "track": "track: {held} trained freely, their drift was measured",
 }
 
 
@@ -32,13 +34,13 @@ def is_protected(run: RunReport) -> bool:
 
 def summary(run: RunReport) -> str:
     """What kind of run it was, in one sentence."""
+    roles = ROUTING_ROLES if run.state is None else run.state.roles
+    what = f"The {plural_of(roles)} of the full-attention layers"
     if is_protected(run):
-        return (
-            "The queries and keys of the full-attention layers, which decide how far back this model looks, were "
-            "guarded during fine-tuning."
-        )
+        decides = ", which decide how far back this model looks," if set(roles) == set(ROUTING_ROLES) else ""
+        return f"{what}{decides} were guarded during fine-tuning."
     if run.state is not None:
-        return "The queries and keys of the full-attention layers were watched during fine-tuning, and not protected."
+        return f"{what} were watched during fine-tuning, and not protected."
     return "No guard's settings are on record; what follows was measured during fine-tuning."
 
 
@@ -47,7 +49,11 @@ def protection(run: RunReport) -> str:
     if run.state is None:
         return NOT_RECORDED
     mode = run.state.protect
-    return _PROTECTIONS[mode["mode"]].format(**mode) if mode["mode"] in _PROTECTIONS else str(mode)
+    return (
+        _PROTECTIONS[mode["mode"]].format(**mode, held=plural_of(run.state.roles))
+        if mode["mode"] in _PROTECTIONS
+        else str(mode)
+    )
 
 
 def restoration(run: RunReport) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+_PLURALS = {"query": "queries", "key": "keys", "value": "values", "output": "outputs"}
 
 
 def first_of(names: Sequence[str], noun: str = "") -> str:
@@ -16,6 +18,13 @@ def first_of(names: Sequence[str], noun: str = "") -> str:
     if len(names) == 1:
         return names[0]
     return f"{names[0]} (and {len(names) - 1} more{noun and ' '}{noun})"
+
+
+def plural_of(roles: Iterable[str]) -> str:
+    """What roles are called in a sentence: "queries and keys", "queries", "queries, keys and values"."""
+    wanted = set(roles)
+    names = [plural for role, plural in _PLURALS.items() if role in wanted]
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part) if names else "nothing"
 
 
 def as_printed(result: object, printer: Any, cycle: bool) -> None:

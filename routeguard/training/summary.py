@@ -8,6 +8,7 @@ from routeguard.protect.held import Held
 from routeguard.protect.modes import L2SP, Anchor, AtEnd, Average, Freeze, LowLR, Protection
 from routeguard.routes.collection import Routes
 from routeguard.routes.describe import format_bytes
+from routeguard.routes.wording import plural_of
 
 
 def summarise(
@@ -29,9 +30,10 @@ def summarise(
     a named start; `obstacles` say where the logit form stops.
     """
     moving = [h for h in held if h.part != "base"]
+    held_things = plural_of(route.role for route in routes)
     dtypes = sorted({str(h.parameter.dtype).removeprefix("torch.") for h in held}) or ["none"]
     lines = [
-        f"routeguard: {_action(protect, restore, learning_rate)}",
+        f"routeguard: {_action(protect, restore, learning_rate, held_things)}",
         f"  full attention: layers {', '.join(map(str, routes.layers))} of {len(routes.layer_kinds)} "
         f"({routes.model_type})",
         f"  covered: {len(routes.parameters)} tensors, {routes.num_parameters:,} parameters, "
@@ -51,7 +53,7 @@ def summarise(
         )
         lines.append(f"  adapters: the base is frozen, what is guarded is {parts}")
     if not any(h.trainable for h in held) and not isinstance(protect, Freeze):
-        lines.append("  note: no routing parameter is trainable, so queries and keys cannot move")
+        lines.append(f"  note: no routing parameter is trainable, so {held_things} cannot move")
     lines.append(
         f"  start: {reference_origin}"
         + (f"; its copy on the device takes {format_bytes(copy_bytes)}" if copy_bytes else "; no copy is needed")
@@ -69,21 +71,21 @@ def summarise(
     return "\n".join(lines)
 
 
-def _action(protect: Protection, restore: AtEnd | None, learning_rate: float) -> str:
+def _action(protect: Protection, restore: AtEnd | None, learning_rate: float, held: str) -> str:
     if isinstance(protect, Freeze):
-        what = "freeze: queries and keys of the full-attention layers keep their bits"
+        what = f"freeze: {held} of the full-attention layers keep their bits"
     elif isinstance(protect, LowLR):
-        what = f"low_lr: queries and keys learn at {protect.scale} x the learning rate"
+        what = f"low_lr: {held} learn at {protect.scale} x the learning rate"
     elif isinstance(protect, Anchor):
         half = protect.half_life_steps(learning_rate)
         what = (
-            f"anchor: queries and keys are pulled to their start, strength {protect.strength:g} "
+            f"anchor: {held} are pulled to their start, strength {protect.strength:g} "
             f"(half-life {half:.0f} steps at {learning_rate:g})"
         )
     elif isinstance(protect, L2SP):
         what = f"l2_sp: every trained weight is pulled to its start, by {protect.total:g} in all; no weight decay"
     else:
-        what = "track: queries and keys train freely, their drift is logged"
+        what = f"track: {held} train freely, their drift is logged"
     if isinstance(restore, Average):
         return f"{what}; at the end every weight goes {restore.alpha:g} of the way back to its start"
     return what if restore is None else f"{what}; at the end they are restored ({restore.name})"
