@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from peft import LoraConfig, get_peft_model
 
 from routeguard import Anchor, Average, LowLR, RouteGuard, check_lora_coverage, find_routes, freeze
 from routeguard.cli.main import app
@@ -380,7 +381,14 @@ def test_a_model_without_full_attention(folders: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "guard", [RouteGuard(), RouteGuard(LowLR(0.1)), RouteGuard(Anchor(30.0)), RouteGuard("track", "qk")]
+    "guard",
+    [
+        RouteGuard(),
+        RouteGuard(LowLR(0.1)),
+        RouteGuard(Anchor(30.0)),
+        RouteGuard("track", "qk"),
+        RouteGuard(recipe="balanced"),
+    ],
 )
 @pytest.mark.parametrize("case", ["lfm2", "qwen3_5_text"])
 def test_it_says_what_the_guard_says(case: str, guard: RouteGuard, folders: Any, write: Write, tmp_path: Path) -> None:
@@ -389,6 +397,27 @@ def test_it_says_what_the_guard_says(case: str, guard: RouteGuard, folders: Any,
     config = write(model_name_or_path=str(folders(case)), learning_rate=1e-2)
     report = examine(config, protect=guard.protect, restore=guard.restore)
     assert guard.summary == f"routeguard: {texts(report, 'ok', 'guard')}"
+
+
+@pytest.mark.parametrize("init", [True, "pissa"])
+def test_it_says_how_much_of_adapters_is_pulled(init: Any, folders: Any, write: Write, tmp_path: Path) -> None:
+    guard, targets = RouteGuard(recipe="balanced"), ["q_proj", "v_proj", "embed_tokens"]
+    options = {"r": 8, "lora_alpha": 16, "target_modules": targets, "init_lora_weights": init}
+    model = get_peft_model(tiny("lfm2"), LoraConfig(task_type="CAUSAL_LM", **options))
+    run(model, tmp_path / "out", guard, max_steps=1)
+    config = write(
+        base_model=str(folders("lfm2")),
+        adapter="lora",
+        lora_r=8,
+        lora_target_modules=targets,
+        peft_init_lora_weights=init,
+        learning_rate=1e-2,
+        bf16=False,
+    )
+    found = texts(examine(config, recipe="balanced"), "ok", "guard")
+    assert guard.summary == f"routeguard: {found}"
+    free = {True: 5, "pissa": 1}[init]  # all, or that of the embedding, to which PEFT does no PiSSA
+    assert f"(not {free} factors of adapters whose other factor, at zero, is pulled)" in found
 
 
 def test_a_model_that_is_not_here(write: Write) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from routeguard.doctor.environment import missing_extra
 from routeguard.doctor.findings import Finding, collecting
 from routeguard.doctor.settings import TrainingSettings
@@ -12,7 +14,8 @@ from routeguard.protect.adapter_inits import ZERO_B_INITS
 from routeguard.protect.freeze import refuse_started_adapters
 from routeguard.protect.groups import check_pull_rate
 from routeguard.protect.held import Held, held_parameters
-from routeguard.protect.modes import Anchor, LowLR
+from routeguard.protect.l2_sp import WholePull, pull_to, trained_weights
+from routeguard.protect.modes import L2SP, Anchor, LowLR
 from routeguard.protect.recipes import Recipe
 from routeguard.routes.collection import Routes
 from routeguard.sharding.zero import refuse_masters_on_disk
@@ -73,7 +76,8 @@ def rehearse_guard(model: Any, settings: TrainingSettings, guard: RouteGuard) ->
     routes = protector.routes
     if routes is None or any(finding.level == "error" for finding in findings):
         return routes, findings
-    findings.insert(0, Finding("ok", "guard", _summary(protector, routes, held, settings, chosen)))
+    pull = _pull(model, settings) if isinstance(chosen.protect, L2SP) else None
+    findings.insert(0, Finding("ok", "guard", _summary(protector, routes, held, settings, chosen, pull)))
     findings += _optimizer(protector, model, settings)
     with collecting(findings, "engine"):
         trained = [h for h in held_parameters(model, routes) if h.trainable]
@@ -83,8 +87,26 @@ def rehearse_guard(model: Any, settings: TrainingSettings, guard: RouteGuard) ->
     return routes, findings
 
 
+def _pull(model: Any, settings: TrainingSettings) -> WholePull:
+    """L2SP's pull of what the run trains, with a stand-in of the start that has its shapes, dtypes and zeros."""
+    trained = trained_weights(model)
+    init = None if settings.adapter is None else settings.adapter.init
+    zero = [".lora_B."] if init in ZERO_B_INITS else []
+    zero += [".lora_embedding_A."] if init not in (None, False, "loftq") else []  # PEFT's: PiSSA is for linear maps
+    starts = {
+        name: torch.full((), 0.0 if any(part in name for part in zero) else 1.0, dtype=p.dtype).expand(p.shape)
+        for name, p in trained.items()
+    }
+    return pull_to(torch.optim.SGD(list(trained.values())), model, starts, strength=1.0)
+
+
 def _summary(
-    protector: Protector, routes: Routes, held: Sequence[Held], settings: TrainingSettings, chosen: Recipe
+    protector: Protector,
+    routes: Routes,
+    held: Sequence[Held],
+    settings: TrainingSettings,
+    chosen: Recipe,
+    pull: WholePull | None,
 ) -> str:
     frozen = protector.frozen
     copied = [h for h in held if h.trainable] if frozen is None else frozen.rows
@@ -94,7 +116,8 @@ def _summary(
         chosen.protect,
         chosen.restore,
         learning_rate=settings.learning_rate,
-        copy_bytes=sum(h.num_bytes for h in copied),
+        copy_bytes=sum(h.num_bytes for h in copied) + (0 if pull is None else pull.start_bytes),
+        pulled="" if pull is None else pull.describe_members(),
         reference_origin="live weights at the start of training",
         obstacles={a.layer: a.product_obstacle for a in routes.attention if frozen is None and a.product_obstacle},
     ).removeprefix("routeguard: ")
