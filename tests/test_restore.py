@@ -401,3 +401,17 @@ def test_tuning_moves_everything() -> None:
     assert all(not torch.equal(a, b) for a, b in zip(start.parameters(), model.parameters(), strict=True))
     tune(start, size=0.0)
     assert isinstance(find_routes(start)[0], Route)
+
+
+def test_a_start_beyond_the_range_of_the_model_is_refused() -> None:
+    start, model = build("llama"), build("llama", seed=1).half()
+    with torch.no_grad():
+        start.model.layers[1].self_attn.q_proj.weight[0, 0] = 1e5
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.self_attn\.q_proj\.weight has entries beyond the range of float16"
+    ):
+        restore(model, start)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    restore(model.float(), start)
+    assert model.model.layers[1].self_attn.q_proj.weight[0, 0] == 1e5

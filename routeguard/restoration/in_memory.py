@@ -30,6 +30,7 @@ from routeguard.routes.collection import ROUTING_ROLES, Role, Route, Routes
 from routeguard.routes.find import find_routes
 from routeguard.routes.heads import Heads
 from routeguard.routes.in_memory import is_quantised
+from routeguard.routes.wording import first_of
 from routeguard.sharding.split import is_split
 
 
@@ -154,6 +155,7 @@ def _plan(
     _refuse_not_finite(movable, reference)
     values, method_notes = _new_values(model, movable, routes, reference, mode)
     changes = [_Change(piece, values[piece.name]) for piece in movable if piece.name in values]
+    _refuse_overflow(changes)
     notes += [*conversion_notes(_dtypes(movable, reference)), *method_notes]
     per_layer = _per_layer(model, routes, changes, movable, reference)
     if changes and not any(layer.changed_bytes for layer in per_layer):
@@ -179,6 +181,16 @@ def _refuse_not_finite(held: Sequence[Held], reference: Reference) -> None:
 def _finite(values: Tensor) -> bool:
     """A NaN or an infinity makes the sum not finite; such a sum (it may have overflowed) gets a closer look."""
     return bool(values.sum(dtype=torch.float32).isfinite()) or bool(values.isfinite().all())
+
+
+def _refuse_overflow(changes: Sequence[_Change]) -> None:
+    beyond = [change.held for change in changes if not _finite(change.values)]
+    if beyond:
+        dtype = str(beyond[0].parameter.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"the start of {first_of([held.name for held in beyond])} has entries beyond the range of {dtype}, and "
+            "would become infinite; convert the model to a wider type first (model.float())"
+        )
 
 
 def _new_values(
