@@ -21,6 +21,7 @@ from routeguard.training.run_state import RunState, settings, write_state
 from routeguard.training.session import Session
 from routeguard.training.start import Start, refuse_changed_settings
 from routeguard.training.trainer_access import HINT, find_trainer, holds, resumed_folder, run_first
+from routeguard.training.turns import TOO_EARLY, TOO_LATE
 from routeguard.training.wrapping import Wrapped
 
 if TYPE_CHECKING:
@@ -144,18 +145,12 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         if self._trainer is None or self._trainer is trainer:
             return
         if not self._has_begun:
-            raise ValueError(
-                "this RouteGuard is in another Trainer, which has not trained yet. Give each Trainer a guard of its "
-                "own, or train the first before the second is made; guard.detach() takes the guard out of the first"
-            )
+            raise ValueError(TOO_EARLY)
         self._close()
 
     def _refuse_left(self, trainer: Any) -> None:
         if trainer is not None and self._trainer is not None and trainer is not self._trainer:
-            raise ValueError(
-                "this RouteGuard has gone on to another Trainer and guards this one no longer. Give each Trainer "
-                "a guard of its own"
-            )
+            raise ValueError(TOO_LATE)
 
     def _refuse_scheduled_optimizer(self, trainer: Any) -> None:
         if isinstance(self.protect, (LowLR, Anchor)) and trainer.lr_scheduler is not None:
