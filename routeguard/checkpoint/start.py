@@ -9,22 +9,34 @@ from pathlib import Path
 from typing import Any
 
 from routeguard.checkpoint.sidecar import (
+    SIDECAR_FOLDER,
+    beside_kept,
     digest_on_disk,
     read_facts,
     refuse_altered,
     sidecar_in,
 )
+from routeguard.protect.modes import Freeze
 from routeguard.restoration.meaning import meaning_of_config
 from routeguard.routes.collection import ROLES, Route, Routes, Rows, route_from_json, rows_from_json
 from routeguard.routes.config import text_config
 from routeguard.routes.names import canonical_name
 from routeguard.routes.places import Place, fit_row_for_row, with_places
 from routeguard.routes.resolve import resolve
-from routeguard.storage.folder import checkpoint_config, holds_model, quantisation_of, stored_checkpoint, stored_tensors
-from routeguard.storage.header import StoredTensor
+from routeguard.storage.folder import (
+    checkpoint_config,
+    holds_model,
+    quantisation_of,
+    read_json,
+    stored_checkpoint,
+    stored_tensors,
+)
+from routeguard.storage.header import StoredTensor, read_header
 from routeguard.storage.row_bytes import Slice, locate_rows
+from routeguard.training.run_state import STATE_FILE
 
 MAX_LAYERS = 100_000
+KEPT_WHOLE = "reference_digest"  # in the header of the file in which a run keeps the start of every weight
 
 
 @dataclass(frozen=True)
@@ -39,7 +51,7 @@ class Start:
         is_sidecar: only what a run held is there, under the names of the model in memory, adapters included.
         meaning: facts of `restoration.meaning`.
         notes: for the report.
-        folder: the checkpoint's folder; None for a sidecar.
+        folder: with the config of its model; None for a sidecar.
     """
 
     origin: str
@@ -75,28 +87,23 @@ class Start:
 
 
 def open_start(path: Path) -> Start:
-    """Read a checkpoint folder's or a sidecar's header. Raises ValueError if it is neither, or was altered."""
+    """Read the header of a checkpoint folder, or of a file in which a guarded run kept its start.
+
+    Raises ValueError if it is neither, or was altered.
+    """
     if not path.exists():
         raise ValueError(f"{path} does not exist (paths only: nothing is downloaded)")
     sidecar = sidecar_in(path)
     if sidecar is not None and not (path.is_dir() and holds_model(path)):
         return _open_sidecar(sidecar)
+    if path.suffix == ".safetensors" and path.is_file() and KEPT_WHOLE in read_header(path).metadata:
+        return _open_whole(path)
     if not path.is_dir():
         raise ValueError(f"{path} is neither a checkpoint folder nor a reference that routeguard wrote")
+    _refuse_run_without_start(path)
     config, tensors = open_plain(path)
-    routes = read_routes(path, config, tensors, roles=ROLES, norms=True, shared=True)
-    named = [replace(route, parameter=canonical_name(route.parameter)) for route in routes]
-    meaning = meaning_of_config(config, routes)
-    notes = (
-        ()
-        if sidecar is None
-        else (
-            f"{path} also holds {sidecar.relative_to(path)}, the start that a guarded run kept; its own weights were "
-            "taken (give that file to take the other)",
-        )
-    )
-    origin = f"the checkpoint {path}"
-    return Start(origin, tensors, {}, named, is_sidecar=False, meaning=meaning, notes=notes, folder=path)
+    notes = () if sidecar is None else (beside_kept(path, sidecar),)
+    return _of_model(f"the checkpoint {path}", path, config, tensors, notes)
 
 
 def open_plain(folder: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
@@ -144,6 +151,46 @@ def _refuse_quantised(folder: Path, config: Mapping[str, Any]) -> None:
             f"{folder} is quantised ({method}): the rows of a quantised weight mean nothing without its scales. Take "
             "the unquantised checkpoint, or load the model, call model.dequantize(), and save it"
         )
+
+
+def _of_model(
+    origin: str, folder: Path, config: dict[str, Any], tensors: Mapping[str, StoredTensor], notes: tuple[str, ...]
+) -> Start:
+    """The start that is a whole model; `folder` has its config."""
+    routes = read_routes(folder, config, tensors, roles=ROLES, norms=True, shared=True)
+    named = [replace(route, parameter=canonical_name(route.parameter)) for route in routes]
+    meaning = meaning_of_config(config, routes)
+    return Start(origin, tensors, {}, named, is_sidecar=False, meaning=meaning, notes=notes, folder=folder)
+
+
+def _open_whole(path: Path) -> Start:
+    """`RUN/routeguard/start.safetensors`, the start of every weight, by the config of the model that RUN saved."""
+    run = path.parent.parent
+    tensors = stored_tensors([path])
+    what = f"{path} is the start that a guarded run kept"
+    if any(".lora_" in name or ".modules_to_save." in name for name in tensors):
+        raise ValueError(f"{what} of its adapters, not of a whole model; give the base checkpoint instead")
+    if not (run / "config.json").is_file():
+        raise ValueError(
+            f"{what} of every weight, but {run} has no config.json to read it by. Save the run's model there "
+            f"(trainer.save_model()), or do it in Python: routeguard.average(model, {str(path)!r})"
+        )
+    config = checkpoint_config(run)
+    _refuse_quantised(run, config)
+    return _of_model(f"{path} (every weight at the start of a guarded run)", run, config, tensors, ())
+
+
+def _refuse_run_without_start(folder: Path) -> None:
+    """Raise ValueError for the folder of a guarded run that kept no start, if it holds no model either."""
+    places = (folder / STATE_FILE, folder / SIDECAR_FOLDER / STATE_FILE)
+    state = next((place for place in places if place.is_file()), None)
+    if state is None or (folder / "config.json").is_file():
+        return
+    content = read_json(state)
+    mode = content.get("protect") if isinstance(content, dict) else None
+    frozen = isinstance(mode, dict) and mode.get("mode") == Freeze.name
+    why = "a frozen run, whose queries and keys are at their start, keeps none" if frozen else "it is not here"
+    raise ValueError(f"{folder} holds no start ({why}); give the checkpoint that the run started from")
 
 
 def _open_sidecar(path: Path) -> Start:

@@ -11,14 +11,14 @@ from typing import Any
 
 from routeguard.checkpoint.compare import num_differing, rounding_that_explains, why_not_comparable
 from routeguard.checkpoint.in_place import refuse_interrupted
-from routeguard.checkpoint.start import Start, open_start, refuse_adapters
+from routeguard.checkpoint.start import Start, open_plain, open_start
 from routeguard.routes.collection import ROLES, ROUTING_ROLES, Role, Route, Routes
 from routeguard.routes.find import find_routes
 from routeguard.routes.names import canonical_name
 from routeguard.routes.places import with_places
 from routeguard.routes.wording import as_printed, first_of
 from routeguard.storage.floats import is_exact
-from routeguard.storage.folder import is_adapter_folder, stored_checkpoint
+from routeguard.storage.folder import is_adapter_folder
 from routeguard.storage.header import StoredTensor
 from routeguard.storage.hub import local_folder
 from routeguard.storage.row_bytes import Slice
@@ -131,8 +131,8 @@ def verify_checkpoint(
         are told apart.
 
     Raises:
-        ValueError: not a checkpoint, one that carries an adapter (its rows are not what the model applies), nothing in
-            common to compare, or an in-place restore that stopped half way.
+        ValueError: not a checkpoint, a quantised one, one that carries an adapter (its rows are not what the model
+            applies), nothing in common to compare, or an in-place restore that stopped half way.
     """
     folder, start = Path(folder), open_start(local_folder(str(against)))
     if not folder.is_dir():
@@ -143,8 +143,7 @@ def verify_checkpoint(
 
         checks, notes = check_adapter(folder, start, layers=layers, roles=roles, norms=norms)
     else:
-        stored = stored_checkpoint(folder)
-        refuse_adapters(folder, stored)
+        _, stored = open_plain(folder)
         everything = start.is_sidecar and roles is None
         routes = _routes(
             folder, layers, ROLES if everything else roles or ROUTING_ROLES, norms or everything, everything
