@@ -283,3 +283,24 @@ def test_a_folder_that_does_not_tell_its_adapter_is_refused(tmp_path: Path) -> N
     assert verify_checkpoint(only(model, "second", tmp_path / "other"), sidecar).ok
     keep(model, alone)  # the folder of the run itself
     assert verify_checkpoint(alone, sidecar).ok
+
+
+def test_a_trained_adapter_that_is_not_active_is_no_obstacle(tmp_path: Path) -> None:
+    """A reference policy's adapter beside a fresh one: only the active one has a start to be asked for."""
+    tiny("llama").save_pretrained(tmp_path / "base")
+    config = LoraConfig(r=4, target_modules=["q_proj", "k_proj"])
+    torch.manual_seed(0)
+    model = get_peft_model(tiny("llama"), config)
+    model.add_adapter("reference", config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B.reference." in name:
+                parameter.fill_(0.1)
+    run(model, tmp_path / "own", RouteGuard("track"))
+    for name, parameter in model.named_parameters():
+        if ".lora_B.default." in name:
+            parameter.data.zero_()
+    run(model, tmp_path / "named", RouteGuard("track", reference=str(tmp_path / "base")))
+    model.set_adapter("reference")
+    with pytest.raises(ValueError, match=r"holds no start of .*lora_B\.reference"):
+        run(model, tmp_path / "other", RouteGuard("track", reference=str(tmp_path / "base")))

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from transformers.trainer import TRAINER_STATE_NAME
 
 from routeguard.checkpoint.sidecar import SIDECAR_FILE, SIDECAR_FOLDER, read_facts
-from routeguard.protect.held import Held, adapter_of, starts_at_zero, trained_adapters
+from routeguard.protect.held import Held, adapter_of, starts_at_zero, trained_adapters, without_idle_adapters
 from routeguard.protect.modes import Freeze, Protection
 from routeguard.protect.rows import take_rows
 from routeguard.restoration.lookup import open_reference
 from routeguard.restoration.meaning import check_same_meaning, meaning_of
 from routeguard.restoration.reference import Reference, capture_reference, load_reference
-from routeguard.routes.in_memory import model_name
+from routeguard.routes.in_memory import applied_parameters, model_name
 from routeguard.routes.names import canonical_name
 from routeguard.routes.wording import first_of
 from routeguard.sharding.whole import whole_tensor
@@ -140,7 +140,7 @@ def _named(
                 "routeguard.restore(model, reference), or use Track() or Anchor() with restore=QKRestore()"
             )
     elif fresh:
-        trained = trained_adapters([h for h in held if h.canonical not in reference.tensors])
+        trained = _unknown_adapters(model, held, reference)
         if trained:
             raise ValueError(
                 f"the reference ({reference.origin}) holds no start of {first_of(trained)}, which is not at zero: give "
@@ -151,7 +151,7 @@ def _named(
 
 def _differing(reference: Reference, model: nn.Module, held: Sequence[Held]) -> list[str]:
     """Tensors whose held rows are not those of the reference. An adapter that the reference lacks must be at zero."""
-    live = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+    live = {canonical_name(name): parameter for name, parameter in applied_parameters(model)}
     moved = [
         name
         for name, start in reference.tensors.items()
@@ -160,7 +160,13 @@ def _differing(reference: Reference, model: nn.Module, held: Sequence[Held]) -> 
             take_rows(whole_tensor(live[name]), reference.rows[name], reference.dims[name]).cpu(), start
         )
     ]
-    return moved + trained_adapters([h for h in held if h.canonical not in reference.tensors])
+    return moved + _unknown_adapters(model, held, reference)
+
+
+def _unknown_adapters(model: nn.Module, held: Sequence[Held], reference: Reference) -> list[str]:
+    """Factors of active adapters that are not at zero, and of which the reference has no start."""
+    active, _ = without_idle_adapters(model, held)
+    return trained_adapters([h for h in active if h.canonical not in reference.tensors])
 
 
 def _kept_by_run(
@@ -198,7 +204,8 @@ def _refuse_unnamed_stage(model: nn.Module, held: Sequence[Held], previous: RunS
             f"keys have moved from the start it protected ({previous.reference_origin})"
         )
     else:
-        trained = [h for h in trained_adapters(held) if starts_at_zero(model, adapter_of(h))]
+        active, _ = without_idle_adapters(model, held)
+        trained = [h for h in trained_adapters(active) if starts_at_zero(model, adapter_of(h))]
         if not trained:
             return
         what = f"the adapter has been trained before ({trained[0]} is not at its zero start)"
