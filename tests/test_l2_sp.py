@@ -115,6 +115,42 @@ def test_what_is_frozen_is_left_alone() -> None:
     assert torch.equal(embedding, kept)
 
 
+def test_what_is_frozen_may_be_in_the_optimizer() -> None:
+    moved = []
+    for given in (lambda p: True, lambda p: p.requires_grad):
+        model = tiny()
+        embedding = model.get_input_embeddings().weight.requires_grad_(False)
+        kept = embedding.detach().clone()
+        optimizer = torch.optim.AdamW(filter(given, model.parameters()), lr=RATE)
+        l2_sp(optimizer, model, rates=1.0)
+        train(model, optimizer)
+        assert torch.equal(embedding, kept)
+        moved.append(values(model))
+    assert_same(*moved)
+
+
+@pytest.mark.parametrize("added", [True, False])
+def test_what_trains_later_has_no_start_until_the_pull_is_made_again(added: bool) -> None:
+    model = tiny()
+    embedding = model.get_input_embeddings().weight.requires_grad_(False)
+    given = [p for p in model.parameters() if p is not embedding or not added]
+    optimizer = torch.optim.AdamW(given, lr=RATE, weight_decay=0.1)
+    pull = l2_sp(optimizer, model, rates=1.0)
+    train(model, optimizer, steps=1)
+    embedding.requires_grad_(True)
+    if added:
+        optimizer.add_param_group({"params": [embedding]})
+    with pytest.raises(ValueError, match=r"come to train 1 parameters .*added to it, or unfrozen.*remove\(\)"):
+        train(model, optimizer, steps=1)
+    pull.remove()
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.1}
+    model.zero_grad()
+    before = embedding.detach().clone()
+    l2_sp(optimizer, model, rates=1.0)
+    train(model, optimizer, steps=1)
+    assert not torch.equal(before, embedding)
+
+
 def test_what_cannot_be_pulled_is_refused() -> None:
     model = tiny()
     adamw = torch.optim.AdamW(model.parameters(), lr=0.5)
@@ -292,6 +328,14 @@ def test_what_a_guarded_run_cannot_pull_is_refused_when_the_trainer_is_made(tmp_
         run(tiny(dtype=torch.bfloat16), tmp_path, RouteGuard("l2_sp"))
     with pytest.raises(ValueError, match=r"its total is .* times too large"):
         run(tiny(), tmp_path, RouteGuard(L2SP(2.6)))
+
+
+def test_a_guarded_run_whose_own_optimizer_holds_what_is_frozen(tmp_path: Path) -> None:
+    model = tiny()
+    model.get_input_embeddings().weight.requires_grad_(False)
+    start, optimizer = values(model), torch.optim.AdamW(model.parameters(), lr=RATE)
+    run(model, tmp_path, RouteGuard(L2SP(TOTAL)), trainer_options={"optimizers": (optimizer, None)})
+    assert {n for n, value in values(model).items() if torch.equal(value, start[n])} == {"model.embed_tokens.weight"}
 
 
 def test_weight_decay_comes_back_after_the_run(tmp_path: Path) -> None:

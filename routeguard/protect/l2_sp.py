@@ -28,7 +28,7 @@ class WholePull:
         optimizer: a torch optimizer, or one that accelerate has prepared.
         starts: the start of each of its parameters, on the parameter's device and in its dtype (kept, not copied).
         strength: positive, and at most `1 / lr`.
-        free: its parameters that are not pulled. Default: none.
+        free: its trainable parameters that are not pulled. Default: none.
     """
 
     def __init__(
@@ -41,17 +41,16 @@ class WholePull:
         optimizer = inner_optimizer(optimizer)
         refuse_rate_free_optimizer(optimizer, L2SP.__name__)
         check_pull_rate(optimizer.param_groups, L2SP.__name__, strength)
-        known = {*starts, *free}
-        missing = sum(p not in known for group in optimizer.param_groups for p in group["params"])
+        self.strength = strength
+        self._optimizer = optimizer
+        self._starts = starts
+        self._free = frozenset(free)
+        missing = len(self._without_start())
         if missing:
             raise ValueError(
                 f"the optimizer holds {missing} parameters that the model does not have; L2SP pulls the model's "
                 "trained weights: make the optimizer from model.parameters()"
             )
-        self.strength = strength
-        self._optimizer = optimizer
-        self._starts = starts
-        self._num_free = len(free)
         self._decay = [group.get("weight_decay") for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             if group.get("weight_decay"):
@@ -69,8 +68,8 @@ class WholePull:
     def describe_members(self) -> str:
         """How much is pulled: "57 tensors, 244,544 parameters"."""
         members = f"{len(self._starts)} tensors, {sum(start.numel() for start in self._starts.values()):,} parameters"
-        if self._num_free:
-            members += f" (not {self._num_free} factors of adapters whose other factor, at zero, is pulled)"
+        if self._free:
+            members += f" (not {len(self._free)} factors of adapters whose other factor, at zero, is pulled)"
         return members
 
     @property
@@ -80,8 +79,18 @@ class WholePull:
 
     @torch.no_grad()
     def pull(self) -> None:
-        """One pull at the groups' current learning rates; ValueError, and none, if one of them would overshoot."""
+        """One pull at the groups' current learning rates.
+
+        Raises ValueError, and pulls nothing, if one of them would overshoot, or if more is trained than has a start.
+        """
         groups = self._optimizer.param_groups
+        added = self._without_start()
+        if added:
+            shapes = ", ".join(str(list(p.shape)) for p in added[:3])
+            raise ValueError(
+                f"the optimizer has come to train {len(added)} parameters (shapes {shapes}) that L2SP knows no start "
+                "of: they were added to it, or unfrozen, since. Call remove() on the pull and make it again after that"
+            )
         shares = [pull_share(float(group["lr"]), L2SP.__name__, self.strength) for group in groups]
         for group, share in zip(groups, shares, strict=True):
             now = [parameter for parameter in group["params"] if parameter in self._starts]
@@ -89,10 +98,15 @@ class WholePull:
                 starts = [self._starts[parameter] for parameter in now]
                 torch._foreach_lerp_(now, starts, share)
 
+    def _without_start(self) -> list[nn.Parameter]:
+        """What the optimizer trains and the pull knows nothing of; what is frozen does not move and needs no start."""
+        params = (p for group in self._optimizer.param_groups for p in group["params"])
+        return [p for p in params if p.requires_grad and p not in self._starts and p not in self._free]
+
     def remove(self) -> None:
         """No further pulls; weight decay is what it was."""
         self._hook.remove()
-        for group, decay in zip(self._optimizer.param_groups, self._decay, strict=True):
+        for group, decay in zip(self._optimizer.param_groups, self._decay, strict=False):  # others were added since
             if decay:
                 group["weight_decay"] = decay
 
