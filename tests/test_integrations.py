@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -37,6 +38,8 @@ PYTHON_NOT_RUN = [block for block in blocks(PAGE) if block.language == "py"]
         ("protect: {mode: low_lr, scale: 0.05}", LowLR(0.05), None),
         ("protect: {mode: anchor, strength: 1e1}", Anchor(10.0), None),  # a text, as YAML reads it
         ("protect: {mode: anchor}", Anchor(), None),
+        ("protect: l2_sp", L2SP(), None),
+        ("protect: {mode: l2_sp, total: 0.5}", L2SP(0.5), None),
         ("{protect: track, restore: {mode: average, alpha: 0.2}}", Track(), Average(0.2)),
         ("{protect: track, restore: {mode: interpolate, alpha: 1}}", Track(), Interpolate(1.0)),
     ],
@@ -45,6 +48,13 @@ def test_a_section_becomes_a_guard(text: str, protect: Any, restore: Any) -> Non
     guard = guard_from_settings(yaml.safe_load(text))
     assert isinstance(guard, RouteGuard)
     assert (guard.protect, guard.restore) == (protect, restore)
+
+
+def test_the_page_lists_every_protection_and_its_options() -> None:
+    row = next(line for line in (ROOT / PAGE).read_text().splitlines() if line.startswith("| `protect` |"))
+    for mode in (Freeze, LowLR, Anchor, L2SP, Track):
+        assert f"`{mode.name}`" in row
+        assert all(f"`{option.name}` of `{mode.name}`" in row for option in fields(mode))
 
 
 def test_the_other_arguments_arrive() -> None:
