@@ -504,6 +504,13 @@ def test_updates_that_rounding_swallows(folders: Any, write: Write) -> None:
     assert swallowed not in texts(masters, "warning")
 
 
+def test_a_section_in_a_config_for_trl_is_an_error(folders: Any, write: Write) -> None:
+    report = examine(write(model_name_or_path=str(folders("lfm2")), routeguard={"protect": "track"}))
+    assert not report.ok and not report.recipe
+    assert "the section routeguard stops the run: TRL refuses keys" in texts(report, "error", "config")
+    assert "routeguard" not in texts(report, "note", "config")
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -519,6 +526,9 @@ def test_exit_codes_and_json(folders: Any, write: Write) -> None:
     meaningless = call(app, ["doctor", "--model", str(folders("lfm2")), "--restore", "qk"])
     assert meaningless.exit_code == 2 and "meaningless" in meaningless.output
     assert call(app, ["doctor"]).exit_code == 0
+    nowhere = write("nowhere.yaml", model_name_or_path="nowhere")
+    assert call(app, ["doctor", str(nowhere)]).exit_code == 0  # as docs/doctor.md says
+    assert call(app, ["doctor", str(nowhere), "--model", "nowhere"]).exit_code == 2
 
 
 @pytest.mark.parametrize("key", ["tuner_type", "train_type", "external_plugins"])

@@ -89,8 +89,19 @@ def _read_trl(values: Values) -> TrainingSettings:
         learning_rate=values.number("learning_rate", 2e-5),
         adapter=adapter,
         quantised_bits=bits,
+        problems=_no_section(values),
     )
     return _with_engine(settings, values, unstated_version=_trainer_fsdp_version())
+
+
+def _no_section(values: Values) -> tuple[str, ...]:
+    """TRL's parser stops at a section of ours, in `trl sft` and in a script of one's own."""
+    if values.content.get("routeguard") is None:
+        return ()
+    return (
+        "the section routeguard stops the run: TRL refuses keys that are not its own. Take it out of the config, and "
+        "give its settings in the script: RouteGuard(protect=..., restore=...)",
+    )
 
 
 def _read_axolotl(values: Values) -> TrainingSettings:
@@ -198,8 +209,8 @@ def _with_engine(settings: TrainingSettings, values: Values, *, unstated_version
 
 def _with_unlooked(settings: TrainingSettings, values: Values, known: Collection[str]) -> TrainingSettings:
     """The settings with the keys that nobody asked for or knows; the nearest one that is known stands beside each."""
-    if settings.tool != "trl":
-        settings = replace(settings, guard=values.get("routeguard"))
+    section = values.get("routeguard")
+    settings = replace(settings, guard=None if settings.tool == "trl" else section)
     left = [key for key in values.content if key not in values.asked and key not in known]
     unlooked = [f"{key}{_nearest(key, values.asked.union(known))}" for key in left]
     return replace(settings, unlooked=(*unlooked, *(f"plugin {name}" for name in settings.plugins)))
