@@ -66,7 +66,8 @@ def as_source(source: ReferenceSource, model: nn.Module) -> Source:
 
     Args:
         source: a `Reference`, a model, a state dict, a checkpoint or adapter folder, a safetensors file, or what a
-            guarded run left: its `reference.safetensors`, the folder `routeguard/` around it, or the run's folder.
+            guarded run left: its `reference.safetensors`, the folder `routeguard/` around it, or the run's folder where
+            that holds no model of its own (else those weights are taken, with a note).
         model: the tuned model; its config explains a state dict whose names differ.
 
     Raises ValueError for anything else, a path that does not exist, and pickled weights.
