@@ -31,8 +31,8 @@ def open_reference(source: ReferenceSource, model: nn.Module, held: Sequence[Hel
 
     Args:
         source: a model, a state dict, a checkpoint folder, a safetensors file, a `Reference`, or the sidecar of a
-            guarded run (the file, the folder `routeguard/`, or the run's folder where that holds no model of its own). Only
-            the held rows are read.
+            guarded run (the file, the folder `routeguard/`, or the run's folder where that holds no model of its
+            own). Only the held rows are read.
         model: the model that the values are for.
         held: from `held_parameters(model, routes)`.
 
