@@ -11,7 +11,7 @@ import torch
 from transformers import BertConfig, BertLMHeadModel, Trainer
 
 import routeguard
-from routeguard import Anchor, Freeze, Interpolate, LowLR, QKPro, QKRestore, RouteGuard, Track
+from routeguard import L2SP, Anchor, Freeze, Interpolate, LowLR, QKPro, QKRestore, RouteGuard, Track
 from tests.loops import tiny
 from tests.trainers import arguments, dataset, make, run
 from tests.tuned import values
@@ -28,6 +28,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")
         ({"protect": "track", "restore": "qk_por"}, "closest 'qk_pro'"),
         ({"restore": "qk"}, r"Freeze\(\) with restore= is meaningless"),
         ({"protect": Freeze(), "restore": QKRestore()}, "meaningless"),
+        ({"layers": 1}, r"layers=1 is no list.*layers=\[3\]"),
+        ({"layers": "1"}, "layers='1' is no list"),
+        ({"layers": ["1"]}, r"layers=\['1'\] is no list"),
+        ({"roles": None}, r"roles=None is no list.*\['query', 'key'\]"),
     ],
 )
 def test_settings(options: dict, message: str) -> None:
@@ -40,6 +44,13 @@ def test_settings(options: dict, message: str) -> None:
     [
         (lambda: LowLR(0.0), "use Freeze"),
         (lambda: LowLR(1.0), "Track"),
+        (lambda: LowLR("0.1"), "scale='0.1'.* not a number between 0 and 1"),
+        (lambda: Anchor("100"), "strength='100'.* not a positive number"),
+        (lambda: Anchor(True), "strength=True"),
+        (lambda: L2SP(None), "total=None.* not a positive number"),
+        (lambda: L2SP().strength("0.1"), "add up to '0.1'"),
+        (lambda: QKPro("0.1"), "ridge='0.1'.* not a number"),
+        (lambda: Interpolate("0.5"), "alpha='0.5'.* not a number between 0 and 1"),
         (lambda: Anchor(-1.0), "positive"),
         (lambda: QKPro(-0.1), "negative"),
         (lambda: QKPro(float("nan")), "not a number"),

@@ -121,9 +121,10 @@ def test_a_frozen_checkpoint_whose_rows_were_changed_is_refused(tmp_path: Path) 
 
 def test_damaged_state_is_an_error_not_a_fresh_run(tmp_path: Path) -> None:
     run(tiny(), tmp_path, RouteGuard("track"), **SAVING)
-    (tmp_path / "checkpoint-2" / "routeguard.json").write_text("{")
-    with pytest.raises(ValueError, match="is damaged"):
-        run(tiny(), tmp_path, RouteGuard("track"), resume=str(tmp_path / "checkpoint-2"), **SAVING)
+    for text in ("{", "[]", "null", '"text"'):
+        (tmp_path / "checkpoint-2" / "routeguard.json").write_text(text)
+        with pytest.raises(ValueError, match="is damaged"):
+            run(tiny(), tmp_path, RouteGuard("track"), resume=str(tmp_path / "checkpoint-2"), **SAVING)
 
 
 def second_stage(first: Path, output: Path, guard: RouteGuard) -> Trainer:

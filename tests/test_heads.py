@@ -81,6 +81,9 @@ def test_queries_of_one_head_alone() -> None:
         ({0: [1]}, "layer 0 has no full attention"),
         ({2: [4]}, r"has 4 query heads, 0 to 3; asked for \[4\]"),
         ({2: [-1]}, r"asked for \[-1\]"),
+        ({2: 0}, r"heads=\{2: 0\} does not map.*\{2: \[0, 3\]\}"),
+        ({2: "0"}, r"heads=\{2: '0'\} does not map"),
+        ([2], r"heads=\[2\] does not map"),
     ],
     ids=str,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from typing import Any
 
@@ -203,6 +204,14 @@ def test_layers_out_of_range_name_the_choice() -> None:
 def test_misspelt_roles_name_the_choices(roles: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match="choose from query, key, value, output"):
         find_routes(build("qwen3_next", device="meta"), roles=roles)
+
+
+@pytest.mark.parametrize("options", [{"layers": 1}, {"layers": "1"}, {"layers": [1.0]}, {"roles": None}, {"roles": 3}])
+def test_what_is_no_list_is_said_to_be_none(options: dict[str, Any]) -> None:
+    ((name, value),) = options.items()
+    for model in (build("lfm2"), "nowhere"):
+        with pytest.raises(ValueError, match=rf"{name}={re.escape(repr(value))} is no list of"):
+            find_routes(model, **options)
 
 
 def test_pure_softmax_models_warn_and_hybrids_do_not() -> None:

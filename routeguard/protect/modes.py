@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from difflib import get_close_matches
+from numbers import Real
 from typing import Any
 
 
@@ -27,9 +28,10 @@ class LowLR:
     name = "low_lr"
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.scale) and 0 < self.scale < 1):
+        if not (_is_finite(self.scale) and 0 < self.scale < 1):
             raise ValueError(
-                f"LowLR(scale={self.scale}) is not between 0 and 1; use Freeze() for 0 and Track() for no protection"
+                f"LowLR(scale={self.scale!r}) is not a number between 0 and 1; use Freeze() for 0 and Track() "
+                "for no protection"
             )
 
 
@@ -49,8 +51,8 @@ class Anchor:
     name = "anchor"
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.strength) and self.strength > 0):
-            raise ValueError(f"Anchor(strength={self.strength}) is not a positive number")
+        if not (_is_finite(self.strength) and self.strength > 0):
+            raise ValueError(f"Anchor(strength={self.strength!r}) is not a positive number")
 
     def half_life_steps(self, lr: float) -> float:
         """Steps after which the pull alone has halved a displacement at learning rate `lr`."""
@@ -78,13 +80,13 @@ class L2SP:
     name = "l2_sp"
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.total) and self.total > 0):
-            raise ValueError(f"L2SP(total={self.total}) is not a positive number")
+        if not (_is_finite(self.total) and self.total > 0):
+            raise ValueError(f"L2SP(total={self.total!r}) is not a positive number")
 
     def strength(self, rates: float) -> float:
         """The strength that pulls by `total` in all, where the learning rates of all steps add up to `rates`."""
-        if not (math.isfinite(rates) and rates > 0):
-            raise ValueError(f"the learning rates of the planned steps add up to {rates:g}: L2SP would never pull")
+        if not (_is_finite(rates) and rates > 0):
+            raise ValueError(f"the learning rates of the planned steps add up to {rates!r}: L2SP would never pull")
         return self.total / rates
 
 
@@ -117,8 +119,8 @@ class QKPro:
     name = "qk_pro"
 
     def __post_init__(self) -> None:
-        if math.isnan(self.ridge) or self.ridge < 0:
-            raise ValueError(f"QKPro(ridge={self.ridge}) is negative or not a number")
+        if not _is_number(self.ridge) or math.isnan(self.ridge) or self.ridge < 0:
+            raise ValueError(f"QKPro(ridge={self.ridge!r}) is negative or not a number")
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,8 @@ class Interpolate:
     name = "interpolate"
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.alpha) and 0 <= self.alpha <= 1):
-            raise ValueError(f"Interpolate(alpha={self.alpha}) is not between 0 and 1")
+        if not (_is_finite(self.alpha) and 0 <= self.alpha <= 1):
+            raise ValueError(f"Interpolate(alpha={self.alpha!r}) is not a number between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,14 @@ def checked_alpha(alpha: float) -> float:
             "change nothing, 1 gives the start itself)"
         )
     return float(alpha)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_finite(value: float) -> bool:
+    return _is_number(value) and math.isfinite(value)
 
 
 def _named(value: object, known: dict[str, type[Any]], argument: str) -> Any:

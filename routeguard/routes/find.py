@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from routeguard.routes.block import UnknownLayoutError
 from routeguard.routes.collection import ROUTING_ROLES, Role, Routes
@@ -50,7 +51,8 @@ def find_routes(
         ValueError: nothing to guard (no full-attention layer, encoder, SSM only), a layer out of range, or a model that
             the table does not describe; the message says what was found and what to do.
     """
-    options: dict[str, Any] = {"roles": roles, "norms": norms, "shared": shared, "layers": layers}
+    options = checked({"roles": roles, "norms": norms, "shared": shared, "layers": layers})
+    heads = as_heads(heads)
     if isinstance(model, (str, PathLike)):
         if probe:
             raise ValueError("probe=True needs a model in memory; load the checkpoint first")
@@ -66,19 +68,67 @@ def find_routes(
     return routes if heads is None else select_heads(routes, heads)
 
 
+def checked(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a search, with layers and roles as tuples. Raises ValueError for what is no list of them."""
+    found = {**options, "layers": as_layers(options.get("layers"))}
+    return {**found, "roles": as_roles(options["roles"])} if "roles" in options else found
+
+
+def as_layers(layers: Iterable[int] | None) -> tuple[int, ...] | None:
+    """Layer indices as a tuple, None as it is. Raises ValueError for a bare number, text, or anything but integers."""
+    if layers is None:
+        return None
+    try:
+        return _integers(layers)
+    except TypeError:
+        raise ValueError(
+            f"layers={layers!r} is no list of layer indices; for one layer, say, give layers=[3], and for all None"
+        ) from None
+
+
+def as_roles(roles: Iterable[Role]) -> tuple[Role, ...]:
+    """Roles as a tuple, one by its name too, unchecked. Raises ValueError for what is no list of them."""
+    try:
+        return cast("tuple[Role, ...]", (roles,) if isinstance(roles, str) else tuple(roles))
+    except TypeError:
+        raise ValueError(
+            f"roles={roles!r} is no list of roles; give for example roles={list(ROUTING_ROLES)}, the default"
+        ) from None
+
+
+def as_heads(heads: Heads | None) -> Heads | None:
+    """Query heads by layer as integers, None as it is. Raises ValueError for what is no mapping to lists of them."""
+    if heads is None:
+        return None
+    try:
+        if not isinstance(heads, Mapping):
+            raise TypeError
+        return {operator.index(layer): _integers(chosen) for layer, chosen in heads.items()}
+    except TypeError:
+        raise ValueError(
+            f"heads={heads!r} does not map layers to lists of heads; give for example {{2: [0, 3]}}"
+        ) from None
+
+
+def _integers(values: Iterable[int]) -> tuple[int, ...]:
+    """Raises TypeError for what is none."""
+    return tuple(operator.index(value) for value in values)
+
+
 def find_on_disk(path: Path, options: dict[str, Any]) -> Routes:
     """`find_routes` for a checkpoint folder, without the warning about pure softmax models. No code from it runs."""
     from routeguard.storage.folder import checkpoint_config, stored_checkpoint
 
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder with a checkpoint (config.json and safetensors)")
-    return resolve(checkpoint_config(path), stored_checkpoint(path), **options)
+    return resolve(checkpoint_config(path), stored_checkpoint(path), **checked(options))
 
 
 def find_in_memory(model: nn.Module, options: dict[str, Any]) -> Routes:
     """`find_routes` for a module, without the warning about pure softmax models."""
     from routeguard.routes.in_memory import model_config, model_tensors
 
+    options = checked(options)
     try:
         routes = resolve(model_config(model), model_tensors(model), **options)
     except UnknownLayoutError as unknown:

@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 from routeguard.protect.modes import Anchor, AtEnd, Freeze, LowLR, Protection
 from routeguard.protect.recipes import RecipeName, choose
 from routeguard.routes.collection import ROUTING_ROLES, Role, Routes
+from routeguard.routes.find import as_layers, as_roles
 from routeguard.training.ending import Ending
 from routeguard.training.engines import engine_of, refuse_split_rows, refuse_unsupported_engine
 from routeguard.training.protector import Protector
@@ -74,8 +75,8 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self.protect, self.restore = choose(protect, restore, recipe)
         self.reference = reference
-        self.layers = None if layers is None else tuple(layers)
-        self.roles: tuple[Role, ...] = (roles,) if isinstance(roles, str) else tuple(roles)  # type: ignore[assignment]
+        self.layers = as_layers(layers)
+        self.roles = as_roles(roles)
         self.norms = norms
         self.insist = insist
         self.probe = probe

@@ -91,6 +91,8 @@ def read_state(folder: Path) -> RunState | None:
         return None
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(data, dict):
+            raise TypeError(f"{type(data).__name__}, not an object")
         if data.get("schema_version") != SCHEMA_VERSION:
             raise ValueError(
                 f"{path} has schema version {data.get('schema_version')}, this version reads {SCHEMA_VERSION}"
