@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
+
 from routeguard.checkpoint.adapter_base import PART
 from routeguard.checkpoint.adapter_tensors import (
     adapter_config,
@@ -19,8 +21,12 @@ from routeguard.checkpoint.start import Start
 from routeguard.checkpoint.verify import TensorCheck, check_slice
 from routeguard.protect.adapter_inits import ZERO_B_INITS
 from routeguard.routes.collection import Role, Route
-from routeguard.storage.header import StoredTensor
+from routeguard.storage.floats import to_floats
+from routeguard.storage.header import FLOATS, StoredTensor
 from routeguard.storage.row_bytes import Slice, locate_rows
+
+# How far a norm over a row may be off, relative, by how exactly it and the row are stored.
+_ROUNDING = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-18, "float64": 2.0**-18}
 
 
 def check_adapter(
@@ -121,11 +127,7 @@ def _check_part(
         rows = locate_rows(start.kept_rows.get(original), route.rows, total=total, what=original)
         return [check_slice(route, found, Slice(start.tensors[original], rows, 0), tensor.name)]
     if part == "lora_magnitude_vector":
-        return [
-            _changed(
-                route, tensor, "DoRA's magnitude is compared only with what the guard kept (reference.safetensors)"
-            )
-        ]
+        return [_check_magnitude(route, found, start)]
     if config.get("init_lora_weights", True) not in ZERO_B_INITS:
         init = config.get("init_lora_weights")
         reason = f"init_lora_weights={init!r} did not start at zero: compare with what the guard kept"
@@ -135,6 +137,33 @@ def _check_part(
             route.layer, route.role, route.kind, tensor.name, route.num_rows, found.num_elements, num_nonzero(found)
         )
     ]
+
+
+def _check_magnitude(route: Route, found: Slice, start: Start) -> TensorCheck:
+    """DoRA's magnitudes start at the norms of the base's rows, so they are compared with those, up to rounding."""
+    base = start.tensors.get(route.parameter)
+    kinds = {found.tensor.dtype} if base is None else {found.tensor.dtype, base.dtype}
+    if start.is_sidecar or base is None or not kinds <= set(FLOATS) or route.dim != 0 or len(base.shape) != 2:
+        reason = (
+            "DoRA's magnitude is compared only with the base's rows, or what the guard kept (reference.safetensors)"
+        )
+        return _changed(route, found.tensor, reason)
+    weight = to_floats(b"".join(Slice(base, route.rows, 0).chunks()), base.dtype).reshape(-1, base.shape[1])
+    norms = np.linalg.norm(weight.astype(np.float64), axis=1)
+    magnitudes = to_floats(b"".join(found.chunks()), found.tensor.dtype).astype(np.float64)
+    tolerance = max(_ROUNDING[kind] for kind in kinds)
+    differing = int(np.count_nonzero(~(np.abs(magnitudes - norms) <= tolerance * norms)))
+    note = f"magnitudes equal the norms of the base's rows up to rounding ({tolerance:.0e})" if not differing else ""
+    return TensorCheck(
+        route.layer,
+        route.role,
+        route.kind,
+        found.tensor.name,
+        route.num_rows,
+        found.num_elements,
+        differing,
+        note=note,
+    )
 
 
 def _b_started_off_zero(spelled_a: str, initial: dict[str, str], start: Start) -> bool:
