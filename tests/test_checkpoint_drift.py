@@ -156,7 +156,8 @@ def test_the_commands_end_to_end(tmp_path: Path) -> None:
     assert "OK: every row equals its start" in run("verify", out, "--against", base).stdout
     run("verify", tuned, "--against", base, expect=1)
     table = run("drift", base, tuned).stdout
-    assert "query" in table and "key" in table
+    assert "relative drift of query and key rows" in table
+    assert "relative drift of value rows" in run("drift", base, tuned, "--roles", "value").stdout
     assert "nothing has moved" in run("drift", base, out).stdout
     report = json.loads(run("drift", base, tuned, "--json").stdout)
     assert report["schema_version"] == 1 and len(report["tensors"]) == 2

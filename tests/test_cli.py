@@ -7,13 +7,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
 
 from routeguard import Routes, find_routes
 from routeguard.cli.main import app, parse_layers
+from routeguard.protect.modes import _AT_END, _PROTECTIONS, _RESTORATIONS
+from routeguard.protect.recipes import RECIPES
 from tests.loops import tiny
 from tests.zoo.build import build
 
@@ -94,6 +98,32 @@ def test_every_command_with_a_result_prints_json() -> None:
     commands = [app.commands[name] for name in app.commands if name != "diagnose"]
     commands += list(app.commands["diagnose"].commands.values())  # type: ignore[attr-defined]
     assert all("--json" in [o for p in command.params for o in p.opts] for command in commands)
+
+
+@pytest.mark.parametrize(
+    ("command", "parameter", "names"),
+    [
+        ("doctor", "protect", _PROTECTIONS),
+        ("doctor", "restore", _AT_END),
+        ("doctor", "recipe", RECIPES),
+        ("restore", "method", _RESTORATIONS),
+    ],
+)
+def test_names_are_completed(command: str, parameter: str, names: Any) -> None:
+    asked = next(p for p in app.commands[command].params if p.name == parameter)
+    context = click.Context(app.commands[command])
+    assert {item.value for item in asked.shell_complete(context, "")} == set(names)
+    first = next(iter(names))
+    assert [item.value for item in asked.shell_complete(context, first)][:1] == [first]
+
+
+@pytest.mark.parametrize(
+    ("command", "parameter"),
+    [("drift", "base"), ("restore", "base"), ("average", "base"), ("recall", "model"), ("doctor", "model")],
+)
+def test_paths_are_completed(command: str, parameter: str) -> None:
+    asked = next(p for p in app.commands[command].params if p.name == parameter)
+    assert [item.type for item in asked.shell_complete(click.Context(app.commands[command]), "x")] == ["file"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -84,7 +84,7 @@ class CheckpointDrift:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.tuned} against {self.base}: relative drift of query and key rows",
+            f"{self.tuned} against {self.base}: relative drift of {_listed(self.tensors)} rows",
             f"{'layer':>5}  {'role':<6} {'kind':<6}  {'drift':>9}  {'heads: lowest to highest':<26}  tensor",
         ]
         for entry in self.tensors:
@@ -199,6 +199,12 @@ def _tensor_drift(row: RowRestore, routes: Routes) -> TensorDrift:
         num_changed_rows=int(np.count_nonzero(changed)),
         num_rows=row.route.num_rows,
     )
+
+
+def _listed(tensors: Iterable[TensorDrift]) -> str:
+    """The roles of some tensors in words: "query, key and value"."""
+    *others, last = dict.fromkeys(tensor.role for tensor in tensors) or ["no"]
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _row_blocks(row: RowRestore) -> Iterator[tuple[slice, Floats, Floats]]:

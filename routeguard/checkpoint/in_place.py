@@ -263,7 +263,7 @@ def _refuse_changed(folder: Path, patches: Sequence[Patch]) -> None:
         if digest != written.get(key):
             raise ValueError(
                 f"{patch.tensor.name} in {patch.tensor.file} was changed since it was restored in place; undoing would "
-                "lose that change. Pass insist=True (--insist) to undo all the same"
+                "lose that change. Insist (insist=True, --insist) to undo all the same"
             )
 
 

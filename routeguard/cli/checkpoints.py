@@ -12,7 +12,9 @@ import click
 
 from routeguard.cli.shared import (
     FolderOrFile,
+    FolderOrName,
     clear_errors,
+    completing,
     insist_option,
     json_option,
     layers_option,
@@ -27,11 +29,16 @@ quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print nothing b
 
 
 @click.command(short_help="Put queries and keys back to those of the start.")
-@click.argument("base")
+@click.argument("base", type=FolderOrName)
 @click.argument("tuned", type=FolderOrFile)
 @click.option("--out", type=FolderOrFile, help="Folder for the repaired copy; must not exist.")
 @click.option("--in-place", is_flag=True, help="Change TUNED itself, with an undo file.")
-@click.option("--method", default="qk", help="qk (QK-Restore), qk_pro or interpolate.")
+@click.option(
+    "--method",
+    default="qk",
+    shell_complete=completing("qk", "qk_pro", "interpolate"),
+    help="qk (QK-Restore), qk_pro or interpolate.",
+)
 @click.option("--ridge", type=float, help="Of qk_pro, 0 to inf. Default 0.1.")
 @click.option("--alpha", type=float, help="Of interpolate, 0 to 1. Default 0.5.")
 @roles_option
@@ -87,7 +94,7 @@ def restore(
 
 
 @click.command(short_help="Move every weight a fraction of the way back.")
-@click.argument("base")
+@click.argument("base", type=FolderOrName)
 @click.argument("tuned", type=FolderOrFile)
 @click.option("--out", type=FolderOrFile, required=True, help="Folder for the averaged copy; must not exist.")
 @click.option("--alpha", type=float, default=0.1, help="The fraction of the way back to BASE, above 0, up to 1.")
@@ -108,7 +115,7 @@ def average(base: str, tuned: Path, out: Path, alpha: float, insist: bool, quiet
 
 
 @click.command(short_help="How far queries and keys moved, by layer and head.")
-@click.argument("base")
+@click.argument("base", type=FolderOrName)
 @click.argument("tuned", type=FolderOrFile)
 @roles_option
 @layers_option

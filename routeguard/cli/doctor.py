@@ -6,15 +6,29 @@ from pathlib import Path
 
 import click
 
-from routeguard.cli.shared import FolderOrFile, clear_errors, json_option, libraries_on_stderr
+from routeguard.cli.shared import FolderOrFile, FolderOrName, clear_errors, completing, json_option, libraries_on_stderr
 
 
 @click.command(short_help="What would the guard do to my run?")
 @click.argument("config", required=False, type=FolderOrFile)
-@click.option("--model", help="Folder, or a Hub id in the local cache. Default: the one that CONFIG names.")
-@click.option("--protect", help="freeze (the default), low_lr, anchor, l2_sp or track.")
-@click.option("--restore", help="At the end: qk, qk_pro, interpolate or average. Default: nothing.")
-@click.option("--recipe", help="Instead of these two: balanced, max_recall or max_reasoning.")
+@click.option(
+    "--model", type=FolderOrName, help="Folder, or a Hub id in the local cache. Default: the one that CONFIG names."
+)
+@click.option(
+    "--protect",
+    shell_complete=completing("freeze", "low_lr", "anchor", "l2_sp", "track"),
+    help="freeze (the default), low_lr, anchor, l2_sp or track.",
+)
+@click.option(
+    "--restore",
+    shell_complete=completing("qk", "qk_pro", "interpolate", "average"),
+    help="At the end: qk, qk_pro, interpolate or average. Default: nothing.",
+)
+@click.option(
+    "--recipe",
+    shell_complete=completing("balanced", "max_recall", "max_reasoning"),
+    help="Instead of these two: balanced, max_recall or max_reasoning.",
+)
 @json_option
 @clear_errors
 def doctor(

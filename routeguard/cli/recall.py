@@ -11,6 +11,7 @@ import click
 
 from routeguard.cli.shared import (
     FolderOrFile,
+    FolderOrName,
     clear_errors,
     insist_option,
     json_option,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @click.command(short_help="Measure recall by context length and depth.")
-@click.argument("model")
+@click.argument("model", type=FolderOrName)
 @click.option(
     "--tasks", default="niah_single_2,niah_single_3,niah_multikey_2", help="With commas; each also as NAME+reasoning."
 )

@@ -26,7 +26,14 @@ norms_option = click.option("--norms", is_flag=True, help="Also the gains of que
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 insist_option = click.option("--insist", is_flag=True, help="Go on although the check that refuses says no.")
 
+FolderOrName = click.Path()  # of a Hub model too; stays a text
+
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def completing(*names: str) -> Callable[[click.Context, click.Parameter, str], list[str]]:
+    """For `shell_complete=`: the names that a shell offers. Unlike `click.Choice` it leaves refusing to the library."""
+    return lambda context, parameter, typed: [name for name in names if name.startswith(typed)]
 
 
 def clear_errors(function: Function) -> Function:

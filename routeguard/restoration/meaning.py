@@ -91,8 +91,8 @@ def check_same_meaning(
             "the model and the reference differ in what gives queries and keys their meaning, so weights of the one do "
             "not fit the other:\n  "
             + "\n  ".join(differing)
-            + "\nUse a reference from the same model, or pass insist=True if "
-            "you know that the difference is harmless"
+            + "\nUse a reference from the same model, or insist (insist=True, --insist) if you know that the "
+            "difference is harmless"
         )
     notes = [f"insisted on although they differ: {'; '.join(differing)}"] if differing else []
     unknown = sorted(name for name in set(tuned) ^ set(reference) if (tuned.get(name) or reference.get(name)))
