@@ -304,3 +304,11 @@ def test_a_trained_adapter_that_is_not_active_is_no_obstacle(tmp_path: Path) -> 
     model.set_adapter("reference")
     with pytest.raises(ValueError, match=r"holds no start of .*lora_B\.reference"):
         run(model, tmp_path / "other", RouteGuard("track", reference=str(tmp_path / "base")))
+
+
+def test_routes_of_the_bare_model_do_not_fit_the_adapted_one() -> None:
+    base = tiny("llama")
+    routes = find_routes(base)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match=r"which this model does not have .* find_routes on this very model"):
+        freeze(model, routes)

@@ -132,6 +132,11 @@ def held_parameters(model: nn.Module, routes: Routes) -> list[Held]:
     held: list[Held] = []
     for routed, members in _by_parameter(routes).items():
         name = without_late_wrappers(routed)
+        if name not in parameters:
+            raise ValueError(
+                f"the routes name {routed}, which this model does not have (it was wrapped, compiled or given adapters "
+                "since they were found, or they are another model's): call find_routes on this very model"
+            )
         parameter = parameters[name]
         rows = routes.rows_of(routed)
         layer = peft_layer(model, names[name])
