@@ -115,6 +115,16 @@ def refuse_split_rows(engine: Engine | None, protect: Protection, held: Sequence
         )
 
 
+def refuse_scheduled_optimizer(trainer: Any, protect: Protection) -> None:
+    """Raise ValueError for a Trainer that was given an optimizer and its schedule, by a mode that splits the groups."""
+    if isinstance(protect, (LowLR, Anchor)) and trainer.lr_scheduler is not None:
+        raise ValueError(
+            f"the Trainer was given an optimizer and a scheduler, whose groups {protect.name} can no longer split; "
+            "give it neither (optimizer_cls_and_kwargs or args choose them), or build the groups with "
+            "routeguard.param_groups"
+        )
+
+
 def refuse_probing(engine: Engine | None) -> None:
     """Raise ValueError for an engine under which `RecallProbe` cannot measure."""
     if engine is not None:

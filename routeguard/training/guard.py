@@ -10,12 +10,17 @@ from weakref import WeakKeyDictionary
 
 from transformers import TrainerCallback
 
-from routeguard.protect.modes import Anchor, AtEnd, Freeze, LowLR, Protection
+from routeguard.protect.modes import AtEnd, Freeze, Protection
 from routeguard.protect.recipes import RecipeName, choose
 from routeguard.routes.collection import ROUTING_ROLES, Role, Routes
 from routeguard.routes.find import as_layers, as_roles
 from routeguard.training.ending import Ending
-from routeguard.training.engines import engine_of, refuse_split_rows, refuse_unsupported_engine
+from routeguard.training.engines import (
+    engine_of,
+    refuse_scheduled_optimizer,
+    refuse_split_rows,
+    refuse_unsupported_engine,
+)
 from routeguard.training.protector import Protector
 from routeguard.training.rewriters import refuse_bema_beside_frozen
 from routeguard.training.run_state import RunState, settings, write_state
@@ -46,8 +51,9 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
         recipe: instead of `protect` and `restore`: "balanced" (`L2SP(0.9)`), "max_recall" (`L2SP(0.9)`,
             `Average(0.1)`) or "max_reasoning" (`Track()` alone); docs/evidence has what each was measured to do.
         reference: the start to protect. None (default): the live weights of a fresh run, and on resume the start that
-            the run has kept. "start": the live weights when `train()` begins, whatever came before. Or a model, a
-            state dict, a checkpoint folder or file, or a guard's sidecar.
+            the run has kept. "start": the live weights when the run's first `train()` begins, whatever came before
+            (a further `train()` keeps it, and a resumed run finds it). Or a model, a state dict, a checkpoint folder
+            or file, or a guard's sidecar.
         layers: narrow to these full-attention layers (indices).
         roles: "query" and "key" (default), or one of them.
         norms: also hold the gains of query and key norms. Default no.
@@ -126,7 +132,7 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
             refuse_split_rows(engine, self.protect, self._protector.find(model))
             self._own_optimizer = trainer.optimizer is not None
             if self._own_optimizer:
-                self._refuse_scheduled_optimizer(trainer)
+                refuse_scheduled_optimizer(trainer, self.protect)
         self._protector.hold(model)
         if trainer is None and not isinstance(self.protect, Freeze):
             raise ValueError(HINT)
@@ -152,14 +158,6 @@ class RouteGuard(TrainerCallback):  # type: ignore[misc]
     def _refuse_left(self, trainer: Any) -> None:
         if trainer is not None and self._trainer is not None and trainer is not self._trainer:
             raise ValueError(TOO_LATE)
-
-    def _refuse_scheduled_optimizer(self, trainer: Any) -> None:
-        if isinstance(self.protect, (LowLR, Anchor)) and trainer.lr_scheduler is not None:
-            raise ValueError(
-                f"the Trainer was given an optimizer and a scheduler, whose groups {self.protect.name} can no longer "
-                "split; give it neither (optimizer_cls_and_kwargs or args choose them), or build the groups with "
-                "routeguard.param_groups"
-            )
 
     # -- protecting the model --------------------------------------------------------------------------------------
 
