@@ -125,9 +125,9 @@ def test_a_stopped_measurement_goes_on(tmp_path: Path, monkeypatch) -> None:
     batches.clear()
     measure_recall(model, tokenizer, **call, resume=journal)
     assert not batches
-    with pytest.raises(ValueError, match=r"begun with other settings \(fingerprint\)"):
+    with pytest.raises(ValueError, match=r"other settings \(another model, by its weights or conf"):
         measure_recall(build_model(seed=3), tokenizer, **call, resume=journal)
-    with pytest.raises(ValueError, match=r"begun with other settings \(seed\)"):
+    with pytest.raises(ValueError, match=r"other settings \(seed was 0 and is 2\)"):
         measure_recall(model, tokenizer, **call, seed=2, resume=journal)
 
 
@@ -257,6 +257,20 @@ def test_the_command_measures_writes_and_prints(tmp_path: Path) -> None:
     assert (tmp_path / "recall.png").read_bytes()[1:4] == b"PNG"
     as_json = runner.invoke(app, [*arguments, "--json"])
     assert RecallResult.from_dict(json.loads(as_json.stdout)).scores == RecallResult.load(tmp_path).scores
+
+
+def test_an_earlier_result_is_moved_aside_not_written_over(tmp_path: Path) -> None:
+    arguments = ["recall", str(WEIGHTS), "--tasks", "demo_needles", "--lengths", "64", "--output", str(tmp_path)]
+    runner.invoke(app, [*arguments, "--samples", "1"])
+    first = (tmp_path / "recall.json").read_bytes()
+    same = runner.invoke(app, [*arguments, "--samples", "1"])
+    assert "kept what was there" not in same.output and not (tmp_path / "recall.1.json").exists()
+    other = runner.invoke(app, [*arguments, "--samples", "2"])
+    assert f"kept what was there as {tmp_path / 'recall.1.json'}, {tmp_path / 'recall.1.png'}" in other.stderr
+    assert (tmp_path / "recall.1.json").read_bytes() == first and len(RecallResult.load(tmp_path).scores) == 2
+    (tmp_path / "recall.json").write_text("damaged")
+    runner.invoke(app, [*arguments, "--samples", "2"])
+    assert (tmp_path / "recall.2.json").read_text() == "damaged" and RecallResult.load(tmp_path)
 
 
 def test_an_adapters_result_is_labelled_with_its_own_folder(tmp_path: Path) -> None:

@@ -158,6 +158,7 @@ def _tell(done: int, total: int, seconds: float) -> None:
 
 
 def _write(result: RecallResult, folder: Path) -> None:
+    _keep_earlier(result, folder)
     result.save(folder / "recall.json")
     written = [folder / "recall.json"]
     try:
@@ -167,3 +168,19 @@ def _write(result: RecallResult, folder: Path) -> None:
         click.echo(f"recall.png was not drawn: {error}", err=True)
     (folder / "recall.partial.jsonl").unlink(missing_ok=True)
     click.echo(f"written: {', '.join(map(str, written))}", err=True)
+
+
+def _keep_earlier(result: RecallResult, folder: Path) -> None:
+    """Move an earlier result of another measurement aside, with its picture, and say so."""
+    from routeguard.storage.aside import move_aside
+
+    file = folder / "recall.json"
+    if not file.exists():
+        return
+    try:
+        if json.loads(file.read_text(encoding="utf-8")) == json.loads(json.dumps(result.to_dict())):
+            return  # nothing would be lost
+    except ValueError:  # damaged: kept all the same
+        pass
+    kept = [moved for name in ("recall.json", "recall.png") if (moved := move_aside(folder / name)) is not None]
+    click.echo(f"kept what was there as {', '.join(map(str, kept))}", err=True)

@@ -73,10 +73,9 @@ class Journal:
             if theirs and not any(lines[1:]):  # begun and stopped before the first score: nothing would be lost
                 self._begin(header)
                 return
-            changed = [n for n, v in header["settings"].items() if theirs.get(n) != v] or ["schema_version"]
             raise ValueError(
-                f"{self.path} was begun with other settings ({', '.join(changed)}); go on with the same call, "
-                "or delete the file"
+                f"{self.path} was begun with other settings ({_changes(theirs, header['settings'])}); go on with the "
+                "same call, or delete the file"
             )
         whole = [lines[0]]
         for number, line in enumerate(lines[1:], start=2):
@@ -94,6 +93,18 @@ class Journal:
             whole.append(line)
         if len(lines) and lines[-1]:  # cut the half line off, or the next one would be glued to it
             self.path.write_text("\n".join(whole) + "\n", encoding="utf-8")
+
+
+def _changes(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
+    """What differs between two settings, in words."""
+    changed = [name for name, value in ours.items() if theirs.get(name) != value]
+    words = [
+        "another model, by its weights or configuration"
+        if name == "fingerprint"
+        else f"{name} was {theirs.get(name)!r} and is {ours[name]!r}"
+        for name in changed
+    ]
+    return "; ".join(words) or "schema_version"
 
 
 def fingerprint(model: Any) -> str:
