@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import os
 import subprocess
 import sys
@@ -55,8 +56,11 @@ def test_inspect_needs_no_torch(saved: Path) -> None:
 
 
 def test_verify(saved: Path, tmp_path: Path) -> None:
-    same = runner.invoke(app, ["verify", str(saved), "--against", str(saved)])
+    shutil.copytree(saved, tmp_path / "same")
+    same = runner.invoke(app, ["verify", str(tmp_path / "same"), "--against", str(saved)])
     assert same.exit_code == 0, same.output
+    itself = runner.invoke(app, ["verify", str(saved), "--against", str(saved)])
+    assert itself.exit_code == 2 and "compared with itself" in itself.output
     moved = tiny("lfm2")
     with torch.no_grad():
         moved.model.layers[5].self_attn.k_proj.weight[3, 1] += 1.0

@@ -197,7 +197,7 @@ def test_refusals() -> None:
     train(model, stepped, steps=1)
     with pytest.raises(ValueError, match="already holds state"):
         low_lr(stepped, model, routes)
-    with pytest.raises(ValueError, match="not between 0 and 1"):
+    with pytest.raises(ValueError, match="not a number between 0 and 1"):
         low_lr(torch.optim.AdamW(model.parameters(), lr=1e-3), model, routes, scale=1.5)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in routes.parameters)

@@ -416,3 +416,9 @@ def test_comparing_takes_little_memory(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 24 * 2**20
+
+
+def test_a_checkpoint_is_not_compared_with_itself(tmp_path: Path) -> None:
+    build("llama").save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="compared with itself"):
+        verify_checkpoint(tmp_path / "model", tmp_path / "model" / ".." / "model")

@@ -134,9 +134,12 @@ def verify_checkpoint(
         ValueError: not a checkpoint, a quantised one, one that carries an adapter (its rows are not what the model
             applies), nothing in common to compare, or an in-place restore that stopped half way.
     """
-    folder, start = Path(folder), open_start(local_folder(str(against)))
+    folder, source = Path(folder), local_folder(str(against))
+    start = open_start(source)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder with a checkpoint or an adapter")
+    if source.resolve() == folder.resolve() and not start.is_sidecar:
+        raise ValueError(f"{folder} would be compared with itself; give the checkpoint that the tuning started from")
     refuse_interrupted(folder)
     if is_adapter_folder(folder):
         from routeguard.checkpoint.verify_adapter import check_adapter
