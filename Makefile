@@ -27,7 +27,8 @@ test-all: test test-slow
 # The oldest releases that pyproject.toml allows (torch excepted), and the tests that pass through every entry point once.
 OLDEST_VENV := .venv-oldest
 OLDEST := versions cli remote_code routes_edge guard_drift_and_restore guard_errors guard_peft guard_resume freeze low_lr \
-	anchor trl_trainers restore recall_measure recall_probe diagnostics_importance diagnostics_cli report
+	anchor trl_trainers restore recall_measure recall_probe diagnostics_importance diagnostics_cli report \
+	l2_sp_adapters average guard_average several_adapters
 
 $(OLDEST_VENV)/ready: constraints-oldest.txt pyproject.toml
 	$(PYTHON) -m venv $(OLDEST_VENV)
