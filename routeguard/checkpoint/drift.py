@@ -19,7 +19,7 @@ from routeguard.checkpoint.row_plan import Progress, RowRestore, by_place_notes,
 from routeguard.checkpoint.same_meaning import compare_meaning
 from routeguard.checkpoint.start import open_plain, open_start, read_routes
 from routeguard.routes.collection import ROUTING_ROLES, Role, Route, Routes
-from routeguard.routes.wording import as_printed
+from routeguard.routes.wording import as_printed, listed
 from routeguard.storage.floats import Floats, float_type, to_floats
 from routeguard.storage.folder import is_adapter_folder
 from routeguard.storage.hub import local_folder
@@ -83,8 +83,9 @@ class CheckpointDrift:
         return plot_drift(self)
 
     def __str__(self) -> str:
+        roles = listed(dict.fromkeys(entry.role for entry in self.tensors))
         lines = [
-            f"{self.tuned} against {self.base}: relative drift of {_listed(self.tensors)} rows",
+            f"{self.tuned} against {self.base}: relative drift of {roles} rows",
             f"{'layer':>5}  {'role':<6} {'kind':<6}  {'drift':>9}  {'heads: lowest to highest':<26}  tensor",
         ]
         for entry in self.tensors:
@@ -199,12 +200,6 @@ def _tensor_drift(row: RowRestore, routes: Routes) -> TensorDrift:
         num_changed_rows=int(np.count_nonzero(changed)),
         num_rows=row.route.num_rows,
     )
-
-
-def _listed(tensors: Iterable[TensorDrift]) -> str:
-    """The roles of some tensors in words: "query, key and value"."""
-    *others, last = dict.fromkeys(tensor.role for tensor in tensors) or ["no"]
-    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _row_blocks(row: RowRestore) -> Iterator[tuple[slice, Floats, Floats]]:

@@ -33,10 +33,9 @@ from routeguard.storage.folder import (
 )
 from routeguard.storage.header import StoredTensor, read_header
 from routeguard.storage.row_bytes import Slice, locate_rows
-from routeguard.training.run_state import STATE_FILE
+from routeguard.training.run_state import STATE_FILE, WHOLE_START_DIGEST
 
 MAX_LAYERS = 100_000
-KEPT_WHOLE = "reference_digest"  # in the header of the file in which a run keeps the start of every weight
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def open_start(path: Path) -> Start:
     sidecar = sidecar_in(path)
     if sidecar is not None and not (path.is_dir() and holds_model(path)):
         return _open_sidecar(sidecar)
-    if path.suffix == ".safetensors" and path.is_file() and KEPT_WHOLE in read_header(path).metadata:
+    if path.suffix == ".safetensors" and path.is_file() and WHOLE_START_DIGEST in read_header(path).metadata:
         return _open_whole(path)
     if not path.is_dir():
         raise ValueError(f"{path} is neither a checkpoint folder nor a reference that routeguard wrote")

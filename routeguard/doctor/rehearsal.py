@@ -11,6 +11,7 @@ from routeguard.doctor.environment import missing_extra
 from routeguard.doctor.findings import Finding, collecting
 from routeguard.doctor.settings import TrainingSettings
 from routeguard.protect.adapter_inits import ZERO_B_INITS
+from routeguard.protect.adapter_start import ZERO_FACTORS
 from routeguard.protect.freeze import refuse_started_adapters
 from routeguard.protect.groups import check_pull_rate
 from routeguard.protect.held import Held, held_parameters
@@ -91,8 +92,9 @@ def _pull(model: Any, settings: TrainingSettings) -> WholePull:
     """L2SP's pull of what the run trains, with a stand-in of the start that has its shapes, dtypes and zeros."""
     trained = trained_weights(model)
     init = None if settings.adapter is None else settings.adapter.init
-    zero = [".lora_B."] if init in ZERO_B_INITS else []
-    zero += [".lora_embedding_A."] if init not in (None, False, "loftq") else []  # PEFT's: PiSSA is for linear maps
+    in_linear, in_embedding = ZERO_FACTORS
+    zero = [in_linear] if init in ZERO_B_INITS else []
+    zero += [in_embedding] if init not in (None, False, "loftq") else []  # PEFT's: PiSSA is for linear maps
     starts = {
         name: torch.full((), 0.0 if any(part in name for part in zero) else 1.0, dtype=p.dtype).expand(p.shape)
         for name, p in trained.items()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 _FACTOR = re.compile(r"\.lora_(embedding_)?(?P<factor>[AB])\.")
 _PARTNER = {"A": "B", "B": "A"}
+ZERO_FACTORS = (".lora_B.", ".lora_embedding_A.")  # which PEFT starts at zero, unless another init is asked for
 
 
 def left_free(starts: Mapping[str, Tensor]) -> set[str]:

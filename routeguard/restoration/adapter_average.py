@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from routeguard.protect.adapter_start import ZERO_FACTORS
 from routeguard.protect.held import peft_configs, starts_at_zero
 from routeguard.protect.lora_modules import active_adapters, has_adapters
 from routeguard.restoration.sources import Source
@@ -17,7 +18,6 @@ from routeguard.routes.in_memory import is_quantised
 from routeguard.routes.names import canonical_name
 
 _MERGE = "merge the adapter (merge_and_unload) and average the merged model"
-_ZERO = re.compile(r"\.lora_(?:B|embedding_A)\.(?P<adapter>[^.]+)")  # the factor of a fresh adapter that is zero
 _ADAPTER = re.compile(r"\.(?:lora_[A-Za-z_]+|modules_to_save)\.(?P<adapter>[^.]+)")
 
 
@@ -49,7 +49,7 @@ def adapter_weights(model: nn.Module, source: Source) -> tuple[dict[str, nn.Para
         if is_quantised(parameter) or ".original_module." in name or (piece and piece["adapter"] not in active):
             continue
         canonical = canonical_name(name)
-        if _ZERO.search(name):
+        if _began_at_zero(name):
             zeros[canonical] = tuple(parameter.shape)
         elif ".lora_" in name or (not parameter.requires_grad and canonical not in source.shapes):
             continue
@@ -63,7 +63,7 @@ def refuse_unmerged(model: nn.Module, source: Source) -> None:
     Also, for a model with adapters, one whose adapter is not at zero, where that of the model began.
     """
     if has_adapters(model):
-        moved = [n for n in source.shapes if _ZERO.search(n) and bool(source.read(n, None, 0).any())]
+        moved = [n for n in source.shapes if _began_at_zero(n) and bool(source.read(n, None, 0).any())]
         if moved:
             raise ValueError(
                 f"the start ({source.origin}) carries an adapter that is not at zero ({moved[0]}); give the base, or "
@@ -87,12 +87,16 @@ def _above(name: str) -> list[str]:
 
 def refuse_moved(starts: Mapping[str, Tensor]) -> None:
     """Raise ValueError for an adapter that is not at zero where a run starts that averages at its end."""
-    moved = [name for name, start in starts.items() if _ZERO.search(name) and bool(start.any())]
+    moved = [name for name, start in starts.items() if _began_at_zero(name) and bool(start.any())]
     if moved:
         raise ValueError(
             f"restore='average' takes an adapter back to where this run starts, and {moved[0]} is not at zero there "
             "(it was trained before): no factor alone can be averaged. Merge the adapter and start a fresh one"
         )
+
+
+def _began_at_zero(name: str) -> bool:
+    return any(factor in name for factor in ZERO_FACTORS)
 
 
 def _with_zeros(source: Source, zeros: Mapping[str, tuple[int, ...]]) -> Source:

@@ -23,8 +23,13 @@ def first_of(names: Sequence[str], noun: str = "") -> str:
 def plural_of(roles: Iterable[str]) -> str:
     """What roles are called in a sentence: "queries and keys", "queries", "queries, keys and values"."""
     wanted = set(roles)
-    names = [plural for role, plural in _PLURALS.items() if role in wanted]
-    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part) if names else "nothing"
+    return listed([plural for role, plural in _PLURALS.items() if role in wanted])
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in a sentence: "query", "query and key", "query, key and value"; "no" if there are none."""
+    *others, last = [*names] or ["no"]
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def as_printed(result: object, printer: Any, cycle: bool) -> None:

@@ -26,8 +26,7 @@ from routeguard.training.rewriters import refuse_bema_beside_frozen
 from routeguard.training.run_state import RunState, settings, write_state
 from routeguard.training.session import Session
 from routeguard.training.start import Start, refuse_changed_settings
-from routeguard.training.trainer_access import HINT, find_trainer, holds, resumed_folder, run_first
-from routeguard.training.turns import TOO_EARLY, TOO_LATE
+from routeguard.training.trainer_access import HINT, TOO_EARLY, TOO_LATE, find_trainer, holds, resumed_folder, run_first
 from routeguard.training.wrapping import Wrapped
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from routeguard.training.coverage import Coverage
 SCHEMA_VERSION = 1
 STATE_FILE = "routeguard.json"
 WHOLE_START_FILE = "start.safetensors"  # every weight, kept where the run averages at its end
+WHOLE_START_DIGEST = "reference_digest"  # in its header: of the routing that the run protects
 DRIFT_FILE = "drift.jsonl"
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")  # whose versions are kept
 RESTORE_FILE = "restore.json"  # what was put back, or averaged, at the end

@@ -8,6 +8,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+TOO_EARLY = (
+    "this RouteGuard is in another Trainer, which has not trained yet. Give each Trainer a guard of its own, or train "
+    "the first before the second is made; guard.detach() takes the guard out of the first"
+)
+TOO_LATE = (
+    "this RouteGuard has gone on to another Trainer and guards this one no longer. Give each Trainer a guard of its own"
+)
 HINT = (
     "RouteGuard could not reach its Trainer. Pass it at construction, SFTTrainer(..., callbacks=[RouteGuard(...)]), or "
     "call guard.attach(trainer) before trainer.train()"

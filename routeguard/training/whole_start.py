@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from routeguard.checkpoint.sidecar import SIDECAR_FOLDER
+from routeguard.checkpoint.tensors import read_tensor
 from routeguard.protect.l2_sp import trained_weights
 from routeguard.protect.lora_modules import has_adapters
 from routeguard.protect.modes import Average
@@ -24,10 +25,10 @@ from routeguard.routes.names import canonical_name
 from routeguard.sharding.processes import done_by_the_first, from_the_first, in_several_processes, is_first_process
 from routeguard.storage.aside import move_aside
 from routeguard.storage.durable import written_beside
-from routeguard.storage.header import read_header
-from routeguard.training.run_state import WHOLE_START_FILE
-
-_DIGEST = "reference_digest"  # of the routing that the run protects, which tells its file from another run's
+from routeguard.storage.folder import stored_tensors
+from routeguard.storage.header import StoredTensor, read_header
+from routeguard.storage.row_bytes import Slice
+from routeguard.training.run_state import WHOLE_START_DIGEST, WHOLE_START_FILE
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,20 +102,21 @@ def keep_whole_start(
 def _keep(file: Path, weights: Mapping[str, Tensor], digest: str) -> None:
     """Write the start; one of an earlier run is moved aside, unless it is the very same (a run that is begun again)."""
     if file.is_file():
-        if read_header(file).metadata.get(_DIGEST) == digest and _equal(load_file(file), weights):
+        if read_header(file).metadata.get(WHOLE_START_DIGEST) == digest and _equal(stored_tensors([file]), weights):
             return
         move_aside(file)
     file.parent.mkdir(parents=True, exist_ok=True)
     tensors = {name: weight.detach().to("cpu", copy=True).contiguous() for name, weight in weights.items()}
     with written_beside(file) as beside:
-        save_file(tensors, beside, metadata={"format": "pt", _DIGEST: digest})
+        save_file(tensors, beside, metadata={"format": "pt", WHOLE_START_DIGEST: digest})
 
 
-def _equal(kept: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
-    return kept.keys() == weights.keys() and all(
-        kept[name].dtype == weight.dtype and torch.equal(kept[name], weight.detach().cpu())
-        for name, weight in weights.items()
-    )
+def _equal(kept: Mapping[str, StoredTensor], weights: Mapping[str, Tensor]) -> bool:
+    """Whether a file has exactly these weights; it is read one tensor at a time."""
+    if kept.keys() != weights.keys():
+        return False
+    pairs = ((read_tensor(Slice(kept[name], None, 0)), weight.detach().cpu()) for name, weight in weights.items())
+    return all(one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs)
 
 
 def _check_average(model: nn.Module, start: WholeStart, insist: bool) -> None:
@@ -124,7 +126,7 @@ def _check_average(model: nn.Module, start: WholeStart, insist: bool) -> None:
 def _kept_file(folders: Sequence[Path], digest: str, insist: bool) -> str:
     """The file that a run kept; raises ValueError if there is none, or only those of other runs."""
     files = [file for folder in folders if (file := folder / SIDECAR_FOLDER / WHOLE_START_FILE).is_file()]
-    own = [file for file in files if read_header(file).metadata.get(_DIGEST) == digest]
+    own = [file for file in files if read_header(file).metadata.get(WHOLE_START_DIGEST) == digest]
     if not files:
         raise ValueError(
             f"the start of every weight, which the run needs, is gone: no {SIDECAR_FOLDER}/{WHOLE_START_FILE} in "
