@@ -250,6 +250,10 @@ def test_an_adapter_that_is_not_active_stays() -> None:
     model = get_peft_model(copy.deepcopy(base), LoraConfig(target_modules=["q_proj"], r=4))
     model.add_adapter("other", LoraConfig(target_modules=["q_proj"], r=4, use_dora=True))
     tune(model, size=0.2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B.other." in name:
+                parameter.fill_(0.1)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     average(model, base, ALPHA)
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
